@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package image
+
+import (
+	"fmt"
+
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// Fields of CRIU 4.1 and later that go-criu's types lack. Numbers and meaning
+// are from CRIU's images/*.proto.
+const (
+	credsNoNewPrivs = 18 // creds_entry: uint32
+	credsAmbient    = 19 // creds_entry: repeated uint32, low word first
+	fileType        = 1  // file_entry, fdinfo_entry.type (3): a type that is not in go-criu's enumeration
+)
+
+// varints returns the values of a field of numbers that m's type does not know,
+// packed or not. A field with another wire type is an error.
+func varints(m proto.Message, field protowire.Number) ([]uint64, error) {
+	var out []uint64
+	in := []byte(m.ProtoReflect().GetUnknown())
+	for len(in) > 0 {
+		num, typ, n := protowire.ConsumeTag(in)
+		if n < 0 {
+			return nil, protowire.ParseError(n)
+		}
+		in = in[n:]
+		n = protowire.ConsumeFieldValue(num, typ, in)
+		if n < 0 {
+			return nil, protowire.ParseError(n)
+		}
+		if num == field {
+			v := in[:n]
+			if typ == protowire.BytesType {
+				v, _ = protowire.ConsumeBytes(v)
+			} else if typ != protowire.VarintType {
+				return nil, fmt.Errorf("field %d has wire type %d", num, typ)
+			}
+			for len(v) > 0 {
+				x, k := protowire.ConsumeVarint(v)
+				if k < 0 {
+					return nil, protowire.ParseError(k)
+				}
+				out = append(out, x)
+				v = v[k:]
+			}
+		}
+		in = in[n:]
+	}
+	return out, nil
+}
+
+// UnknownField is a field that this package does not know, in a message that
+// it reads.
+type UnknownField struct {
+	Message string // the message's name, e.g. creds_entry
+	Field   int32
+}
+
+func (u UnknownField) String() string { return fmt.Sprintf("field %d of %s", u.Field, u.Message) }
+
+// known are the fields that go-criu's types lack and that are read here, or that
+// restore only what every process may set for itself.
+var known = map[UnknownField]bool{
+	{"creds_entry", credsNoNewPrivs}: true,
+	{"creds_entry", credsAmbient}:    true,
+	{"inventory_entry", 12}:          true, // plugins_entry, read by readInventory
+	{"inventory_entry", 13}:          true, // dump_criu_run_id
+	{"inventory_entry", 14}:          true, // allow_uprobes
+	{"task_core_entry", 22}:          true, // membarrier registrations
+	{"user_x86_xsave_entry", 9}:      true, // shadow stack registers
+	{"user_aarch64_gpregs_entry", 5}: true, // pac_keys; the number is unused in go-criu's type
+	{"thread_info_aarch64", 5}:       true, // pac_keys
+	{"mm_entry", 17}:                 true, // transparent huge pages switched off
+	{"memfd_inode_entry", 9}:         true, // mode
+	{"ip_opts_entry", 6}:             true, // type of service
+	{"ip_opts_entry", 7}:             true, // time to live
+	{"inet_sk_entry", 20}:            true, // TCP options
+	{"tcp_stream_entry", 18}:         true, // TCP options
+	{"file_entry", 22}:               true, // pidfd
+	{"netns_entry", 10}:              true, // sysctls of an own network namespace
+}
+
+// unknownFields returns the fields in m and the messages in it that nothing here
+// accounts for, at most a few.
+func unknownFields(m protoreflect.Message, out []UnknownField) []UnknownField {
+	const enough = 4
+	in := []byte(m.GetUnknown())
+	for len(in) > 0 && len(out) < enough {
+		num, typ, n := protowire.ConsumeTag(in)
+		if n < 0 {
+			break // the decoder accepted it, so it cannot be
+		}
+		k := protowire.ConsumeFieldValue(num, typ, in[n:])
+		if k < 0 {
+			break
+		}
+		in = in[n+k:]
+		u := UnknownField{Message: string(m.Descriptor().Name()), Field: int32(num)}
+		// A known field's number among the unknown ones is an enumeration value
+		// that the type does not have; whoever reads the field judges that.
+		if m.Descriptor().Fields().ByNumber(num) == nil && !known[u] {
+			out = append(out, u)
+		}
+	}
+	m.Range(func(fd protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+		if fd.Kind() != protoreflect.MessageKind {
+			return len(out) < enough
+		}
+		if fd.IsList() {
+			for i := range v.List().Len() {
+				out = unknownFields(v.List().Get(i).Message(), out)
+			}
+		} else {
+			out = unknownFields(v.Message(), out)
+		}
+		return len(out) < enough
+	})
+	return out
+}

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package image
+
+import (
+	"fmt"
+
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/seccomp"
+)
+
+// Filter is one seccomp filter. A thread is under the filter that it names and
+// all before it in the chain of Prev.
+type Filter struct {
+	// Program is the classic BPF program as struct sock_filter, 8 bytes an
+	// instruction.
+	Program []byte
+	// Prev is the index of the filter that was installed before; -1 if this was
+	// the first.
+	Prev  int
+	Flags uint32 // as in seccomp(2): SECCOMP_FILTER_FLAG_
+}
+
+// Limits of the kernel (linux/seccomp.h, kernel/seccomp.c).
+const (
+	instructionSize = 8
+	maxProgram      = 4096 * instructionSize
+)
+
+// Filters returns the seccomp filters in seccomp.img; none if no thread had any.
+// Each filter's Prev is less than its own index, so chains end.
+func (d *Dir) Filters() ([]Filter, error) {
+	const name = "seccomp.img"
+	e := &seccomp.SeccompEntry{}
+	if _, err := d.one(name, magicSeccomp, e); err != nil {
+		return nil, err
+	}
+	var out []Filter
+	for i, f := range e.GetSeccompFilters() {
+		filter := Filter{Program: f.GetFilter(), Prev: -1, Flags: f.GetFlags()}
+		if n := len(filter.Program); n == 0 || n > maxProgram || n%instructionSize != 0 {
+			return nil, fmt.Errorf("%w: %s: filter %d has %d bytes", ErrFormat, name, i, n)
+		}
+		if f.Prev != nil {
+			filter.Prev = int(f.GetPrev())
+			if filter.Prev >= i {
+				return nil, fmt.Errorf("%w: %s: filter %d comes before filter %d that it stands on", ErrFormat, name, i, filter.Prev)
+			}
+		}
+		out = append(out, filter)
+	}
+	return out, nil
+}
