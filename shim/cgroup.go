@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package shim
+
+import (
+	"path/filepath"
+	"strings"
+
+	"github.com/containerd/cgroups/v3"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+)
+
+const cgroupRoot = "/sys/fs/cgroup"
+
+// cgroupDirs returns the folders in which the kernel lists the processes of a
+// container, as runc will make them for the spec. runc puts criu itself there
+// before anything is restored, so that killing what these list ends a restore
+// at any moment of it. On cgroup v1 each controller has its own; those that
+// every distribution mounts are enough.
+func cgroupDirs(spec *specs.Spec, systemd bool) []string {
+	if spec.Linux == nil || spec.Linux.CgroupsPath == "" {
+		return nil
+	}
+	path := spec.Linux.CgroupsPath
+	if systemd {
+		path = systemdPath(path)
+	}
+	path = filepath.Join("/", path)
+	if cgroups.Mode() == cgroups.Unified {
+		return []string{filepath.Join(cgroupRoot, path)}
+	}
+	var dirs []string
+	for _, controller := range []string{"pids", "memory", "freezer"} {
+		dirs = append(dirs, filepath.Join(cgroupRoot, controller, path))
+	}
+	return dirs
+}
+
+// systemdPath expands runc's "slice:prefix:name" to the path of the scope below
+// the cgroup root: a-b.slice lies in a.slice (systemd.slice(5)).
+func systemdPath(s string) string {
+	parts := strings.SplitN(s, ":", 3)
+	if len(parts) != 3 {
+		return s
+	}
+	slice, prefix, name := parts[0], parts[1], parts[2]
+	if slice == "" {
+		slice = "system.slice"
+	}
+	var path string
+	stem := strings.TrimSuffix(slice, ".slice")
+	for i, c := range stem {
+		if c == '-' {
+			path = filepath.Join(path, stem[:i]+".slice")
+		}
+	}
+	if stem != "-" {
+		path = filepath.Join(path, slice)
+	}
+	unit := name
+	if !strings.HasSuffix(name, ".slice") {
+		unit = prefix + "-" + name + ".scope"
+	}
+	return filepath.Join(path, unit)
+}

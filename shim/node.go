@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package shim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/containerd/errdefs"
+	"github.com/containerd/ttrpc"
+
+	"thaw.dev/thaw/snapshotter/api"
+)
+
+const (
+	// defaultNodeAddress is where the daemon listens unless its config says otherwise.
+	defaultNodeAddress = "/run/thaw/thaw.sock"
+	// nodeAddressEnv overrides it, in containerd's environment.
+	nodeAddressEnv = "THAW_ADDRESS"
+
+	// dialTimeout bounds one attempt to connect. The socket is local: either
+	// somebody listens or nobody does.
+	dialTimeout = 5 * time.Second
+)
+
+func nodeAddress() string {
+	if a := os.Getenv(nodeAddressEnv); a != "" {
+		return a
+	}
+	return defaultNodeAddress
+}
+
+// restoreID names a restore. A container is restored at most once, so its own
+// name will do, and whoever cleans up after a shim can know it.
+func restoreID(namespace, container string) string { return namespace + "/" + container }
+
+// node is the connection to the daemon. It is made when it is first needed and
+// again after it broke.
+type node struct {
+	address string
+
+	mu     sync.Mutex
+	client *ttrpc.Client // nil when there is no connection
+}
+
+func newNode(address string) *node { return &node{address: address} }
+
+// call runs fn with a connected client. A connection that had gone stale since
+// the last call is replaced once. An unreachable daemon is ErrUnavailable.
+func (n *node) call(ctx context.Context, fn func(context.Context, api.NodeService) error) error {
+	for attempt := 0; ; attempt++ {
+		c, fresh, err := n.connect(ctx)
+		if err != nil {
+			return err
+		}
+		err = fn(ctx, api.NewNodeClient(c))
+		if !errors.Is(err, ttrpc.ErrClosed) {
+			return err
+		}
+		n.drop(c)
+		if fresh || attempt > 0 {
+			return fmt.Errorf("the connection to thaw-snapshotter at %s broke: %w", n.address, errdefs.ErrUnavailable)
+		}
+	}
+}
+
+func (n *node) connect(ctx context.Context) (c *ttrpc.Client, fresh bool, err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.client != nil {
+		return n.client, false, nil
+	}
+	d := net.Dialer{Timeout: dialTimeout}
+	conn, err := d.DialContext(ctx, "unix", n.address)
+	if err != nil {
+		return nil, false, fmt.Errorf("thaw-snapshotter is not running on this node (%w): start it, e.g. systemctl start thaw-snapshotter: %w", err, errdefs.ErrUnavailable)
+	}
+	n.client = ttrpc.NewClient(conn)
+	return n.client, true, nil
+}
+
+func (n *node) drop(c *ttrpc.Client) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.client == c {
+		n.client = nil
+	}
+	c.Close()
+}
+
+func (n *node) close() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.client != nil {
+		n.client.Close()
+		n.client = nil
+	}
+}
+
+const (
+	// fetchPatience is how long a page may be missing because the daemon is
+	// down before the container is killed: long enough for a service manager to
+	// start it again.
+	fetchPatience = 60 * time.Second
+	fetchRetryMin = 50 * time.Millisecond
+	fetchRetryMax = 2 * time.Second
+)
+
+// fetcher asks the daemon for chunks on behalf of one restore.
+type fetcher struct {
+	node *node
+	id   string
+}
+
+// Fetch returns when the chunks are in the page store. It rides out a daemon
+// that is restarted; what the daemon itself answers is final.
+func (f fetcher) Fetch(ctx context.Context, blob uint32, chunks []uint32, demand bool) error {
+	deadline := time.Now().Add(fetchPatience)
+	for wait := fetchRetryMin; ; wait = min(2*wait, fetchRetryMax) {
+		err := f.node.call(ctx, func(ctx context.Context, c api.NodeService) error {
+			_, err := c.Fetch(ctx, &api.FetchRequest{RestoreId: f.id, Blob: blob, Chunks: chunks, Demand: demand})
+			return err
+		})
+		if err == nil || !errdefs.IsUnavailable(err) || time.Now().After(deadline) {
+			return err
+		}
+		t := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+			t.Stop()
+			return ctx.Err()
+		case <-t.C:
+		}
+	}
+}

@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package shim
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+	"unicode"
+
+	taskapi "github.com/containerd/containerd/api/runtime/task/v3"
+	runcoptions "github.com/containerd/containerd/api/types/runc/options"
+	"github.com/containerd/containerd/v2/pkg/oci"
+	"github.com/containerd/log"
+	"github.com/containerd/typeurl/v2"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/protobuf/proto"
+
+	"thaw.dev/thaw/criu"
+	"thaw.dev/thaw/criu/lazypages"
+	"thaw.dev/thaw/shim/pager"
+	"thaw.dev/thaw/snapshotter/api"
+	"thaw.dev/thaw/snapshotter/keeper"
+	"thaw.dev/thaw/snapshotter/pageindex"
+)
+
+const (
+	// criuConfigAnnotation names the configuration file that runc hands to CRIU.
+	// CRIU reads it after the options that runc itself sets.
+	criuConfigAnnotation = "org.criu.config"
+
+	// logFolder keeps CRIU's logs of restores that failed; the bundle with the
+	// originals goes when the container does.
+	logFolder = "/var/log/thaw"
+
+	// reportInterval is how often a restore that makes progress tells the daemon.
+	reportInterval = time.Second
+)
+
+// restored is one container that is, or is about to be, restored.
+type restored struct {
+	id, namespace string
+	bundle        string
+	work          string // CRIU's work directory: its socket and its log
+	config        string // CRIU's configuration file
+	prepared      *api.PrepareResponse
+	service       *service
+	pod           string // namespace/name, of CRI containers
+
+	pager    *pager.Pager
+	listener *lazypages.Listener
+	keeper   *keeper.Client
+	cgroups  []string // where the kernel lists the container's processes
+	started  time.Time
+
+	stop    context.CancelFunc // ends serve and report
+	running sync.WaitGroup
+
+	failOnce sync.Once
+	mu       sync.Mutex
+	failure  error  // why the container had to be killed
+	state    string // as in api.Status
+	closed   bool
+}
+
+// newRestored makes everything ready for `runc restore` that must be there
+// before it runs. It changes the bundle: the configuration names CRIU's options.
+func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTaskRequest, spec *oci.Spec, opts *runcoptions.Options, prepared *api.PrepareResponse) (_ *restored, err error) {
+	c := &restored{
+		id: r.ID, namespace: ns, bundle: r.Bundle,
+		work:     filepath.Join(r.Bundle, "restore"),
+		config:   filepath.Join(r.Bundle, "criu.conf"),
+		prepared: prepared,
+		service:  s,
+		cgroups:  cgroupDirs(spec, opts.SystemdCgroup),
+		started:  time.Now(),
+		state:    "preparing",
+	}
+	if name := spec.Annotations["io.kubernetes.cri.sandbox-name"]; name != "" {
+		c.pod = spec.Annotations["io.kubernetes.cri.sandbox-namespace"] + "/" + name
+	}
+	run, stop := context.WithCancel(context.WithoutCancel(ctx))
+	c.stop = stop
+	defer func() {
+		if err != nil {
+			c.close(ctx)
+		}
+	}()
+	if err := os.Mkdir(c.work, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return nil, err
+	}
+	hostname, err := hostnameOf(spec)
+	if err != nil {
+		return nil, err
+	}
+	view := filepath.Join(r.Bundle, "checkpoint")
+	if err := makeView(view, prepared.ImagesDir, hostname); err != nil {
+		return nil, err
+	}
+	prepared.ImagesDir = view
+	if err := os.WriteFile(c.config, criu.RestoreConfig(), 0o600); err != nil {
+		return nil, err
+	}
+	if err := annotate(r.Bundle, spec, c.config); err != nil {
+		return nil, err
+	}
+	opts = proto.Clone(opts).(*runcoptions.Options)
+	opts.CriuWorkPath = c.work
+	if r.Options, err = typeurl.MarshalAnyToProto(opts); err != nil {
+		return nil, err
+	}
+	if c.keeper, err = keeper.Dial(ctx, keeper.Hello{RestoreID: prepared.RestoreId, Cgroups: c.cgroups}); err != nil {
+		return nil, err
+	}
+	if c.pager, err = c.newPager(); err != nil {
+		return nil, err
+	}
+	if c.listener, err = lazypages.Listen(c.work); err != nil {
+		return nil, err
+	}
+	c.running.Add(2)
+	go c.serve(run)
+	go c.report(run)
+	return c, nil
+}
+
+// annotate writes the bundle's configuration anew with CRIU's configuration file
+// named in it. Whatever the pod or the image said there is replaced.
+func annotate(bundle string, spec *specs.Spec, config string) error {
+	if spec.Annotations == nil {
+		spec.Annotations = make(map[string]string)
+	}
+	spec.Annotations[criuConfigAnnotation] = config
+	b, err := json.Marshal(spec)
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(bundle, oci.ConfigFilename)
+	if err := os.WriteFile(path+".new", b, 0o600); err != nil {
+		return err
+	}
+	return os.Rename(path+".new", path)
+}
+
+func (c *restored) newPager() (*pager.Pager, error) {
+	b, err := readBounded(c.prepared.PageIndex, pageindex.MaxEncodedSize)
+	if err != nil {
+		return nil, err
+	}
+	index, err := pageindex.Parse(b)
+	if err != nil {
+		return nil, err
+	}
+	stores := make([]pager.Store, len(c.prepared.Stores))
+	for i, s := range c.prepared.Stores {
+		stores[i] = pager.Store{Data: s.Data, Present: s.Present}
+	}
+	return pager.New(pager.Config{
+		Index:    index,
+		Stores:   stores,
+		Fetcher:  fetcher{node: c.service.node, id: c.prepared.RestoreId},
+		Holder:   c.keeper,
+		Complete: c.prepared.Policy == "complete",
+		OnFatal:  c.fail,
+	})
+}
+
+// serve takes what CRIU hands over until the restore is complete.
+func (c *restored) serve(ctx context.Context) {
+	defer c.running.Done()
+	err := c.listener.Serve(ctx, c.pager)
+	if err == nil || ctx.Err() != nil {
+		return
+	}
+	if errors.Is(err, lazypages.ErrIncomplete) {
+		// runc fails as well and CRIU's log says why, better than this end of
+		// the socket could. Nothing may be left that waits for a page.
+		c.kill()
+		return
+	}
+	c.fail(err)
+}
+
+// fail is called when the container can not go on without the danger of a wrong
+// page: it is killed, while its userfaultfds are still open.
+func (c *restored) fail(reason error) {
+	c.failOnce.Do(func() {
+		c.mu.Lock()
+		c.failure = oneLine(reason)
+		c.state = "failed"
+		c.mu.Unlock()
+		log.L.WithError(reason).WithField("container", c.id).WithField("image", c.prepared.Image).
+			Error("thaw: killing the container, its memory cannot be completed")
+		c.kill()
+	})
+}
+
+func (c *restored) kill() {
+	if err := keeper.Kill(c.cgroups); err != nil {
+		log.L.WithError(err).WithField("container", c.id).Error("thaw: kill container")
+	}
+}
+
+func (c *restored) setState(s string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.state != "failed" {
+		c.state = s
+	}
+}
+
+// start restores the container by starting the task that was created with a
+// checkpoint. When it returns without error the processes run.
+func (c *restored) start(ctx context.Context, upstream func(context.Context) (*taskapi.StartResponse, error)) (*taskapi.StartResponse, error) {
+	c.setState("restoring")
+	resp, err := upstream(ctx)
+	c.mu.Lock()
+	failure := c.failure
+	c.mu.Unlock()
+	if err == nil && failure == nil {
+		// From here on the file is read when this container is dumped.
+		err = os.WriteFile(c.config, criu.DumpConfig(), 0o600)
+	}
+	if err == nil && failure == nil {
+		c.setState("lazy")
+		return resp, nil
+	}
+	c.kill()
+	if failure != nil {
+		err = failure
+	}
+	return nil, c.explain(err)
+}
+
+// explain makes the one line that tells why a restore failed, and keeps CRIU's
+// log where it outlives the bundle.
+func (c *restored) explain(err error) error {
+	path := filepath.Join(c.work, "restore.log")
+	quote := criu.QuoteLog(path)
+	kept, keepErr := keepLog(path, c.id)
+	var b strings.Builder
+	fmt.Fprintf(&b, "thaw: restore of %s failed: ", c.prepared.Image)
+	if quote != "" {
+		fmt.Fprintf(&b, "criu: %s", quote)
+	} else {
+		b.WriteString(oneLine(err).Error())
+	}
+	if keepErr == nil {
+		fmt.Fprintf(&b, " (CRIU's log: %s)", kept)
+	}
+	reason := errors.New(b.String())
+	c.mu.Lock()
+	c.state, c.failure = "failed", reason
+	c.mu.Unlock()
+	return reason
+}
+
+// keepLog copies CRIU's log to the log folder and returns its new path.
+func keepLog(path, id string) (string, error) {
+	const limit = 4 << 20 // verbosity 4 of a large container is under 1 MiB
+	b, err := readBounded(path, limit)
+	if err != nil {
+		return "", err
+	}
+	dir := filepath.Join(logFolder, id)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return "", err
+	}
+	kept := filepath.Join(dir, "restore.log")
+	return kept, os.WriteFile(kept, b, 0o600)
+}
+
+// complete fills all of the container's memory and ends its laziness.
+func (c *restored) complete(ctx context.Context) error {
+	if err := c.pager.Complete(ctx); err != nil {
+		return err
+	}
+	c.setState("complete")
+	return nil
+}
+
+// close ends the restore. The container's processes must be dead or must not
+// have been restored; those that are left over are killed.
+func (c *restored) close(ctx context.Context) {
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return
+	}
+	c.closed = true
+	c.mu.Unlock()
+	c.kill()
+	c.stop()
+	c.running.Wait()
+	if c.listener != nil {
+		if err := c.listener.Close(); err != nil {
+			log.G(ctx).WithError(err).Warn("thaw: close lazy-pages socket")
+		}
+	}
+	if c.pager != nil {
+		if err := c.pager.Close(); err != nil {
+			log.G(ctx).WithError(err).Warn("thaw: close fault handler")
+		}
+	}
+	if c.keeper != nil {
+		if err := c.keeper.Done(); err != nil {
+			log.G(ctx).WithError(err).Warn("thaw: release descriptors held by the daemon")
+		}
+	}
+	err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
+		_, err := n.Release(ctx, &api.ReleaseRequest{RestoreId: c.prepared.RestoreId})
+		return err
+	})
+	if err != nil {
+		// The daemon forgets what it does not know any more when it starts again.
+		log.G(ctx).WithError(err).Warn("thaw: release restore")
+	}
+}
+
+// report tells the daemon how the restore is doing, as long as that changes.
+func (c *restored) report(ctx context.Context) {
+	defer c.running.Done()
+	tick := time.NewTicker(reportInterval)
+	defer tick.Stop()
+	var last *api.Status
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		status := c.status()
+		if last != nil && proto.Equal(last, status) {
+			continue
+		}
+		err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
+			_, err := n.Report(ctx, &api.ReportRequest{Status: status})
+			return err
+		})
+		if err != nil {
+			log.G(ctx).WithError(err).Debug("thaw: report")
+			continue
+		}
+		last = status
+	}
+}
+
+func (c *restored) status() *api.Status {
+	st := c.pager.Stats()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	s := &api.Status{
+		RestoreId: c.prepared.RestoreId, Namespace: c.namespace, ContainerId: c.id,
+		Image: c.prepared.Image, Pod: c.pod, State: c.state,
+		PagesTotal: st.PagesTotal, PagesPresent: st.PagesPresent,
+		Faults: st.Faults, RemoteFaults: st.RemoteFaults,
+		FaultWaitP50Ns: uint64(st.WaitP50), FaultWaitP99Ns: uint64(st.WaitP99),
+		StartedUnixNs: c.started.UnixNano(),
+	}
+	if c.failure != nil {
+		s.Reason = c.failure.Error()
+	}
+	return s
+}
+
+// oneLine makes an error fit into one line of an event: control characters,
+// line breaks among them, become spaces.
+func oneLine(err error) error {
+	s := strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) {
+			return ' '
+		}
+		return r
+	}, err.Error())
+	return lineError{line: strings.Join(strings.Fields(s), " "), err: err}
+}
+
+type lineError struct {
+	line string
+	err  error
+}
+
+func (e lineError) Error() string { return e.line }
+func (e lineError) Unwrap() error { return e.err }

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package shim is the runtime io.containerd.thaw.v1: containerd's task service
+// for runc, around which a few calls are decorated so that a container whose
+// image holds a checkpoint is restored from it.
+//
+//	Create      decides; prepares the restore (the daemon resolves and checks)
+//	Start       runs `runc restore` while the fault handler fills pages
+//	Checkpoint  completes a restored container's memory first
+//	Delete      ends the fault handler once the container is gone
+//
+// All else, and every container without a checkpoint, goes straight through to
+// containerd's own code, none of which is copied here.
+package shim
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"sync"
+
+	taskapi "github.com/containerd/containerd/api/runtime/task/v3"
+	runcoptions "github.com/containerd/containerd/api/types/runc/options"
+	"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2/task"
+	"github.com/containerd/containerd/v2/pkg/namespaces"
+	"github.com/containerd/containerd/v2/pkg/oci"
+	"github.com/containerd/containerd/v2/pkg/shim"
+	"github.com/containerd/containerd/v2/pkg/shutdown"
+	"github.com/containerd/containerd/v2/plugins"
+	"github.com/containerd/errdefs/pkg/errgrpc"
+	"github.com/containerd/plugin"
+	"github.com/containerd/plugin/registry"
+	"github.com/containerd/ttrpc"
+	"github.com/containerd/typeurl/v2"
+	"google.golang.org/protobuf/types/known/anypb"
+	"google.golang.org/protobuf/types/known/emptypb"
+
+	"thaw.dev/thaw/snapshotter/api"
+)
+
+// Annotations that CRI puts into a container's spec
+// (containerd internal/cri/annotations).
+const (
+	criContainerType = "io.kubernetes.cri.container-type"
+	criSandbox       = "sandbox"
+)
+
+// Register makes the task service known to containerd's shim framework.
+func Register() {
+	registry.Register(&plugin.Registration{
+		Type:     plugins.TTRPCPlugin,
+		ID:       "task",
+		Requires: []plugin.Type{plugins.EventPlugin, plugins.InternalPlugin},
+		InitFn: func(ic *plugin.InitContext) (any, error) {
+			pp, err := ic.GetByID(plugins.EventPlugin, "publisher")
+			if err != nil {
+				return nil, err
+			}
+			ss, err := ic.GetByID(plugins.InternalPlugin, "shutdown")
+			if err != nil {
+				return nil, err
+			}
+			runc, err := task.NewTaskService(ic.Context, pp.(shim.Publisher), ss.(shutdown.Service))
+			if err != nil {
+				return nil, err
+			}
+			s := &service{
+				TTRPCTaskService: runc,
+				node:             newNode(nodeAddress()),
+				restored:         make(map[string]*restored),
+			}
+			ss.(shutdown.Service).RegisterCallback(s.shutdown)
+			return s, nil
+		},
+	})
+}
+
+type service struct {
+	taskapi.TTRPCTaskService // runc's; what is not decorated goes there
+	node                     *node
+
+	mu       sync.Mutex
+	restored map[string]*restored // by container ID; guarded by mu
+}
+
+var _ shim.TTRPCServerUnaryOptioner = (*service)(nil)
+
+// RegisterTTRPC puts the decorated service in the place of runc's.
+func (s *service) RegisterTTRPC(server *ttrpc.Server) error {
+	taskapi.RegisterTTRPCTaskService(server, s)
+	return nil
+}
+
+// UnaryServerInterceptor is runc's, which hands the trace context to runc.
+func (s *service) UnaryServerInterceptor() ttrpc.UnaryServerInterceptor {
+	if o, ok := s.TTRPCTaskService.(shim.TTRPCServerUnaryOptioner); ok {
+		return o.UnaryServerInterceptor()
+	}
+	return func(ctx context.Context, unmarshal ttrpc.Unmarshaler, _ *ttrpc.UnaryServerInfo, method ttrpc.Method) (any, error) {
+		return method(ctx, unmarshal)
+	}
+}
+
+// Create makes the container, or prepares its restore.
+func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*taskapi.CreateTaskResponse, error) {
+	options, err := convertOptions(r.Options)
+	if err != nil {
+		return nil, errgrpc.ToGRPC(err)
+	}
+	r.Options = options
+	if r.Checkpoint != "" {
+		// The caller brings CRIU images of its own, as under runc.
+		return s.TTRPCTaskService.Create(ctx, r)
+	}
+	spec, err := oci.ReadSpec(filepath.Join(r.Bundle, oci.ConfigFilename))
+	if err != nil {
+		return nil, errgrpc.ToGRPC(fmt.Errorf("read the container's spec: %w", err))
+	}
+	if spec.Annotations[criContainerType] == criSandbox {
+		return s.TTRPCTaskService.Create(ctx, r)
+	}
+	ns, err := namespaces.NamespaceRequired(ctx)
+	if err != nil {
+		return nil, errgrpc.ToGRPC(err)
+	}
+	var prepared *api.PrepareResponse
+	err = s.node.call(ctx, func(ctx context.Context, c api.NodeService) (err error) {
+		prepared, err = c.Prepare(ctx, &api.PrepareRequest{Namespace: ns, ContainerId: r.ID, Bundle: r.Bundle})
+		return err
+	})
+	if err != nil {
+		return nil, errgrpc.ToGRPC(fmt.Errorf("thaw: %w", oneLine(err)))
+	}
+	if !prepared.GetRestore() {
+		return s.TTRPCTaskService.Create(ctx, r)
+	}
+	runcOptions, err := unmarshalRuncOptions(options)
+	if err != nil {
+		return nil, errgrpc.ToGRPC(err)
+	}
+	c, err := newRestored(ctx, s, ns, r, spec, runcOptions, prepared)
+	if err != nil {
+		return nil, errgrpc.ToGRPC(fmt.Errorf("thaw: prepare restore of %s: %w", prepared.GetImage(), oneLine(err)))
+	}
+	r.Checkpoint = prepared.GetImagesDir()
+	resp, err := s.TTRPCTaskService.Create(ctx, r)
+	if err != nil {
+		c.close(ctx)
+		return nil, err
+	}
+	s.mu.Lock()
+	s.restored[r.ID] = c
+	s.mu.Unlock()
+	return resp, nil
+}
+
+// Start starts a process; a container that was prepared for it is restored.
+func (s *service) Start(ctx context.Context, r *taskapi.StartRequest) (*taskapi.StartResponse, error) {
+	c := s.lookup(r.ID)
+	if c == nil || r.ExecID != "" {
+		return s.TTRPCTaskService.Start(ctx, r)
+	}
+	resp, err := c.start(ctx, func(ctx context.Context) (*taskapi.StartResponse, error) {
+		return s.TTRPCTaskService.Start(ctx, r)
+	})
+	if err != nil {
+		return nil, errgrpc.ToGRPC(err)
+	}
+	return resp, nil
+}
+
+// Checkpoint dumps a container. Its connections and file locks are part of what
+// a checkpoint is for, and kubelet has no way to ask for them, so a dump of a
+// container of this runtime needs no flag for either.
+func (s *service) Checkpoint(ctx context.Context, r *taskapi.CheckpointTaskRequest) (*emptypb.Empty, error) {
+	opts := &runcoptions.CheckpointOptions{}
+	if r.Options != nil {
+		if err := typeurl.UnmarshalTo(r.Options, opts); err != nil {
+			return nil, errgrpc.ToGRPC(err)
+		}
+	}
+	opts.OpenTcp, opts.FileLocks, opts.ExternalUnixSockets = true, true, true
+	options, err := typeurl.MarshalAnyToProto(opts)
+	if err != nil {
+		return nil, errgrpc.ToGRPC(err)
+	}
+	r.Options = options
+	if c := s.lookup(r.ID); c != nil {
+		if err := c.complete(ctx); err != nil {
+			return nil, errgrpc.ToGRPC(fmt.Errorf("thaw: checkpoint of a restored container: %w", oneLine(err)))
+		}
+	}
+	return s.TTRPCTaskService.Checkpoint(ctx, r)
+}
+
+// Delete removes a process; with a restored container's first process its fault
+// handler ends.
+func (s *service) Delete(ctx context.Context, r *taskapi.DeleteRequest) (*taskapi.DeleteResponse, error) {
+	resp, err := s.TTRPCTaskService.Delete(ctx, r)
+	if err != nil || r.ExecID != "" {
+		return resp, err
+	}
+	s.mu.Lock()
+	c := s.restored[r.ID]
+	delete(s.restored, r.ID)
+	s.mu.Unlock()
+	if c != nil {
+		c.close(ctx)
+	}
+	return resp, nil
+}
+
+func (s *service) lookup(id string) *restored {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.restored[id]
+}
+
+// shutdown is called once when the shim ends in good order.
+func (s *service) shutdown(ctx context.Context) error {
+	s.mu.Lock()
+	all := s.restored
+	s.restored = make(map[string]*restored)
+	s.mu.Unlock()
+	for _, c := range all {
+		c.close(ctx)
+	}
+	s.node.close()
+	return nil
+}
+
+func unmarshalRuncOptions(in *anypb.Any) (*runcoptions.Options, error) {
+	opts := &runcoptions.Options{}
+	if in.GetValue() == nil {
+		return opts, nil
+	}
+	if err := typeurl.UnmarshalTo(in, opts); err != nil {
+		return nil, fmt.Errorf("runtime options: %w", err)
+	}
+	return opts, nil
+}
