@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package main
+
+import (
+	"fmt"
+	"io"
+	"slices"
+	"text/tabwriter"
+)
+
+// key is what one line of the table is about.
+type key struct {
+	mib           int
+	system, cache string
+}
+
+// printTable prints medians, and how many times sooner each system replied than eager.
+func printTable(w io.Writer, rows []row) {
+	times := make(map[key][]float64)
+	bytes := make(map[key][]float64)
+	requests := make(map[key][]float64)
+	var order []key
+	for _, r := range rows {
+		if !r.OK {
+			continue
+		}
+		k := key{r.MemoryMiB, r.System, r.Cache}
+		if times[k] == nil {
+			order = append(order, k)
+		}
+		times[k] = append(times[k], r.TTFR)
+		bytes[k] = append(bytes[k], float64(r.BytesFetched))
+		requests[k] = append(requests[k], float64(r.Requests))
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "MiB\tsystem\tcache\tfirst reply\tmin\tmax\tvs eager\tfetched\trequests\truns\t")
+	for _, k := range order {
+		ratio := "-"
+		if e := times[key{k.mib, "eager", "cold"}]; e != nil {
+			ratio = fmt.Sprintf("%.1fx", median(e)/median(times[k]))
+		}
+		fmt.Fprintf(t, "%d\t%s\t%s\t%.0f ms\t%.0f\t%.0f\t%s\t%.1f MiB\t%.0f\t%d\t\n",
+			k.mib, k.system, k.cache, median(times[k]), slices.Min(times[k]), slices.Max(times[k]), ratio,
+			median(bytes[k])/(1<<20), median(requests[k]), len(times[k]))
+	}
+	t.Flush()
+}
+
+func median(v []float64) float64 {
+	s := slices.Sorted(slices.Values(v))
+	if n := len(s); n%2 == 0 {
+		return (s[n/2-1] + s[n/2]) / 2
+	}
+	return s[len(s)/2]
+}
