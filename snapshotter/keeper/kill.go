@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package keeper
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	cgroupRoot = "/sys/fs/cgroup"
+
+	// killTimeout bounds how long killed processes may take to be gone.
+	killTimeout = 30 * time.Second
+	// killPoll is how often a cgroup is looked at again: v1 tells nobody when it
+	// becomes empty.
+	killPoll = 5 * time.Millisecond
+)
+
+// kill kills all processes of a container and returns when they are gone.
+func kill(ctx context.Context, c Container, init *os.File) error {
+	ctx, cancel := context.WithTimeout(ctx, killTimeout)
+	defer cancel()
+	// The death of its first process makes the kernel kill everybody else in a
+	// PID namespace before the pidfd tells.
+	var initErr error
+	if init != nil {
+		if initErr = unix.PidfdSendSignal(int(init.Fd()), unix.SIGKILL, nil, 0); errors.Is(initErr, unix.ESRCH) {
+			initErr = nil
+		}
+	}
+	var errs []error
+	for _, g := range c.Cgroups {
+		if err := killCgroup(ctx, g); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	if init != nil && initErr == nil {
+		initErr = waitPidfd(ctx, init)
+	}
+	return errors.Join(append(errs, initErr)...)
+}
+
+// killCgroup kills what is in a cgroup and below, until nothing is left.
+func killCgroup(ctx context.Context, dir string) error {
+	err := os.WriteFile(filepath.Join(dir, "cgroup.kill"), []byte("1"), 0)
+	if err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, os.ErrPermission) {
+		return fmt.Errorf("kill cgroup: %w", err)
+	}
+	tick := time.NewTicker(killPoll)
+	defer tick.Stop()
+	for {
+		pids, err := processes(dir)
+		if err != nil {
+			return fmt.Errorf("kill cgroup: %w", err)
+		}
+		if len(pids) == 0 {
+			return nil
+		}
+		for _, pid := range pids {
+			if err := killIn(dir, pid); err != nil {
+				return fmt.Errorf("kill process %d: %w", pid, err)
+			}
+		}
+		// Frozen processes die only once thawed; a v1 cgroup has its state in a file.
+		if err := os.WriteFile(filepath.Join(dir, "freezer.state"), []byte("THAWED"), 0); err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, os.ErrPermission) {
+			return fmt.Errorf("thaw cgroup: %w", err)
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("%d processes are still in %s %s after SIGKILL", len(pids), dir, killTimeout)
+		}
+	}
+}
+
+// killIn kills a process if it is still the one that is in the cgroup: the
+// descriptor holds it while the cgroup is read again.
+func killIn(dir string, pid int) error {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	pids, err := processes(dir)
+	if err != nil {
+		return err
+	}
+	for _, p := range pids {
+		if p == pid {
+			if err := unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0); err != nil && !errors.Is(err, unix.ESRCH) {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// processes returns the PIDs in a cgroup and all below it. A cgroup that does
+// not exist has none.
+func processes(dir string) ([]int, error) {
+	var out []int
+	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if !d.IsDir() {
+			return nil
+		}
+		p, err := os.ReadFile(filepath.Join(path, "cgroup.procs"))
+		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV) {
+			return nil // removed meanwhile
+		}
+		if err != nil {
+			return err
+		}
+		for f := range strings.FieldsSeq(string(p)) {
+			if pid, err := strconv.Atoi(f); err == nil && pid > 0 {
+				out = append(out, pid)
+			}
+		}
+		return nil
+	})
+	return out, err
+}
+
+// waitPidfd returns when the process is dead.
+func waitPidfd(ctx context.Context, f *os.File) error {
+	deadline, _ := ctx.Deadline()
+	for {
+		left := time.Until(deadline)
+		if left <= 0 {
+			return errors.New("the first process is not dead after SIGKILL")
+		}
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(f.Fd()), Events: unix.POLLIN}}, int(left/time.Millisecond)+1)
+		if n > 0 {
+			return nil
+		}
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}

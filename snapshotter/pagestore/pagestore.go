@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package pagestore keeps the content of page blobs on a node: verified,
+// decompressed, and in files that fault handlers map.
+//
+//	DIR/KEY/data     the blob's pages at their uncompressed offsets; sparse
+//	DIR/KEY/present  bitmap: bit i%8 of byte i/8 is set when chunk i is in data
+//	DIR/KEY/boot     format version and boot ID; its mtime is the last use
+//	DIR/.tmp-*       half-made or half-removed; cleaned at the start
+//
+// KEY is pageindex.Blob.Key: it says what the content must be, so all images
+// that refer to the same content share a folder. A bit is set only after the
+// chunk's pages were written; both are seen by every process that maps the files
+// at once. That holds for one boot only: what was written may not have reached
+// the disk when a machine goes down, so content of another boot is discarded.
+//
+// Each chunk is fetched once however many ask for it. Requests on which a
+// process waits overtake all others, and others run only while no process waits.
+package pagestore
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/containerd/errdefs"
+	"github.com/containerd/log"
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+)
+
+// formatVersion is the layout of a folder; content of another is discarded.
+const formatVersion = "1"
+
+// Source is where a blob's bytes come from.
+type Source interface {
+	// OpenRange returns a reader of exactly length bytes of a blob of size bytes
+	// at the offset. It has done all retrying. A host to avoid is one whose
+	// bytes were found damaged; empty is none.
+	OpenRange(ctx context.Context, blob digest.Digest, size, offset, length int64, avoid string) (Stream, error)
+}
+
+// Stream reads a range.
+type Stream interface {
+	io.ReadCloser
+	// Host is where the last bytes came from.
+	Host() string
+}
+
+// Options configure a Store.
+type Options struct {
+	// Dir is the store's folder. Only one Store at a time may use it.
+	Dir string
+	// Parallel is the most requests that run at once.
+	Parallel int
+	// RequestSize is the most bytes that one request asks for; a single chunk
+	// may be larger.
+	RequestSize int64
+	// CacheSize is what the store may take on disk, in bytes. Blobs in use are
+	// kept even if they are more.
+	CacheSize int64
+	// Quiet is how long no process must have waited before requests in the
+	// background go on.
+	Quiet time.Duration
+	// BackgroundRate limits requests in the background, in bytes a second; 0 is
+	// no limit.
+	BackgroundRate int64
+	// Observe, if set, is told of each request: how long it took, its bytes,
+	// and whether a process waited for it.
+	Observe func(took time.Duration, bytes int64, demand bool)
+
+	bootID string // for tests
+}
+
+// Stats count since the store was opened.
+type Stats struct {
+	Chunks    int64 // fetched and verified
+	Requests  int64
+	Hits      int64 // chunks asked for that were there
+	Shared    int64 // chunks asked for that somebody else was fetching
+	Damaged   int64 // chunks whose digest did not match
+	Evictions int64 // blobs removed to make room
+	Bytes     int64 // on disk now
+}
+
+// Store is the node's page store. Its methods may be called at the same time.
+type Store struct {
+	opts   Options
+	boot   []byte
+	lock   *os.File
+	ctx    context.Context
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+
+	chunks, requests, hits, shared, damaged, evictions, bytes atomic.Int64
+
+	mu      sync.Mutex
+	wake    *sync.Cond // workers wait for work
+	folders map[string]*folder
+	queue   scheduler
+	closed  bool
+}
+
+// folder is one blob's folder on disk.
+type folder struct {
+	key  string
+	used time.Time
+	size int64 // bytes of present pages
+	open *Blob // nil when nobody uses it
+}
+
+// Open opens the store and starts its workers. Close it.
+func Open(ctx context.Context, opts Options) (_ *Store, err error) {
+	if opts.bootID == "" {
+		p, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+		if err != nil {
+			return nil, fmt.Errorf("page store: %w", err)
+		}
+		opts.bootID = strings.TrimSpace(string(p))
+	}
+	if err := os.MkdirAll(opts.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("page store: %w", err)
+	}
+	s := &Store{
+		opts:    opts,
+		boot:    []byte(formatVersion + " " + opts.bootID + "\n"),
+		folders: make(map[string]*folder),
+	}
+	s.wake = sync.NewCond(&s.mu)
+	if s.lock, err = lockDir(opts.Dir); err != nil {
+		return nil, err
+	}
+	if err := s.scan(ctx); err != nil {
+		s.lock.Close()
+		return nil, err
+	}
+	s.ctx, s.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	s.evict(0)
+	for range max(opts.Parallel, 1) {
+		s.wg.Go(s.work)
+	}
+	return s, nil
+}
+
+// lockDir makes sure that no other process writes to the store.
+func lockDir(dir string) (*os.File, error) {
+	f, err := os.OpenFile(filepath.Join(dir, ".lock"), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("page store: %w", err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		f.Close()
+		return nil, fmt.Errorf("page store %s is used by another thaw-snapshotter: stop that or give this one its own cache_dir: %w", dir, errdefs.ErrFailedPrecondition)
+	}
+	return f, nil
+}
+
+// scan finds what earlier runs left, and removes what is half-made or of
+// another boot.
+func (s *Store) scan(ctx context.Context) error {
+	entries, err := os.ReadDir(s.opts.Dir)
+	if err != nil {
+		return fmt.Errorf("page store: %w", err)
+	}
+	for _, e := range entries {
+		path := filepath.Join(s.opts.Dir, e.Name())
+		switch {
+		case !e.IsDir():
+			continue
+		case strings.HasPrefix(e.Name(), tmpPrefix), !s.current(path):
+			if err := os.RemoveAll(path); err != nil {
+				log.G(ctx).WithError(err).Warn("page store: stale folder not removed")
+			}
+			continue
+		}
+		f := &folder{key: e.Name()}
+		if info, err := os.Stat(filepath.Join(path, "boot")); err == nil {
+			f.used = info.ModTime()
+		}
+		var st unix.Stat_t
+		if err := unix.Stat(filepath.Join(path, "data"), &st); err == nil {
+			f.size = st.Blocks * 512
+		}
+		s.folders[f.key] = f
+		s.bytes.Add(f.size)
+	}
+	return nil
+}
+
+// current reports whether a folder was made in this boot by this version.
+func (s *Store) current(path string) bool {
+	p, err := os.ReadFile(filepath.Join(path, "boot"))
+	return err == nil && bytes.Equal(p, s.boot)
+}
+
+// Close ends all fetches, which fail, and releases the store. Blobs must not be
+// used any more.
+func (s *Store) Close() error {
+	s.mu.Lock()
+	s.closed = true
+	s.mu.Unlock()
+	s.cancel()
+	s.wake.Broadcast()
+	s.wg.Wait()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.queue.stop()
+	for _, f := range s.folders {
+		if f.open != nil {
+			for _, w := range f.open.wants {
+				w.finish(errClosed)
+			}
+			f.open.close()
+			f.open = nil
+		}
+	}
+	return s.lock.Close()
+}
+
+var errClosed = fmt.Errorf("page store is closed: %w", errdefs.ErrUnavailable)
+
+// Stats returns the counters.
+func (s *Store) Stats() Stats {
+	return Stats{
+		Chunks: s.chunks.Load(), Requests: s.requests.Load(), Hits: s.hits.Load(), Shared: s.shared.Load(),
+		Damaged: s.damaged.Load(), Evictions: s.evictions.Load(), Bytes: s.bytes.Load(),
+	}
+}
+
+// evict removes unused blobs, longest unused first, until the store with want
+// more bytes is within its size. It reports whether anything was removed.
+func (s *Store) evict(want int64) bool {
+	removed := false
+	for s.bytes.Load()+want > s.opts.CacheSize {
+		s.mu.Lock()
+		var oldest *folder
+		for _, f := range s.folders {
+			if f.open == nil && (oldest == nil || f.used.Before(oldest.used)) {
+				oldest = f
+			}
+		}
+		if oldest == nil {
+			s.mu.Unlock()
+			return removed
+		}
+		// Renamed under the lock: a new folder of that name may be made at once.
+		gone, err := s.discard(oldest.key)
+		delete(s.folders, oldest.key)
+		s.bytes.Add(-oldest.size)
+		s.mu.Unlock()
+		if err == nil {
+			err = os.RemoveAll(gone)
+		}
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			log.L.WithError(err).Warn("page store: blob not evicted")
+			continue
+		}
+		removed = true
+		s.evictions.Add(1)
+	}
+	return removed
+}
+
+const tmpPrefix = ".tmp-"
+
+// discard moves a folder into a temporary one, which the caller removes.
+func (s *Store) discard(key string) (string, error) {
+	tmp, err := os.MkdirTemp(s.opts.Dir, tmpPrefix)
+	if err != nil {
+		return "", err
+	}
+	return tmp, os.Rename(filepath.Join(s.opts.Dir, key), filepath.Join(tmp, key))
+}

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package pagestore
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/containerd/errdefs"
+	"github.com/containerd/log"
+	"golang.org/x/sys/unix"
+
+	"thaw.dev/thaw/snapshotter/pageblob"
+	"thaw.dev/thaw/snapshotter/pageindex"
+)
+
+// work is a worker: it takes requests until the store closes.
+func (s *Store) work() {
+	var buf buffers
+	for {
+		t := s.next()
+		if t == nil {
+			return
+		}
+		begin := time.Now()
+		s.run(t, &buf)
+		if s.opts.Observe != nil {
+			s.opts.Observe(time.Since(begin), t.size, t.demand)
+		}
+		s.mu.Lock()
+		s.queue.end(t, time.Now())
+		t.wants[0].blob.drop()
+		s.mu.Unlock()
+		s.wake.Broadcast()
+		if s.bytes.Load() > s.opts.CacheSize {
+			s.evict(0)
+		}
+	}
+}
+
+// next waits for a request; nil means that the store closes.
+func (s *Store) next() *task {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for !s.closed {
+		t, wait := s.queue.take(time.Now(), &s.opts)
+		if t != nil {
+			return t
+		}
+		if wait > 0 {
+			if s.queue.timer == nil {
+				s.queue.timer = time.AfterFunc(wait, s.wakeAll)
+			} else {
+				s.queue.timer.Reset(wait)
+			}
+		}
+		s.wake.Wait()
+	}
+	return nil
+}
+
+// wakeAll wakes the workers; with the lock none can be between having found
+// nothing to do and waiting.
+func (s *Store) wakeAll() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.wake.Broadcast()
+}
+
+// buffers are one worker's, used again for each chunk.
+type buffers struct{ frame, pages []byte }
+
+func grow(p *[]byte, n int) []byte {
+	if cap(*p) < n {
+		*p = make([]byte, n)
+	}
+	return (*p)[:n]
+}
+
+// run fetches a request's chunks and hands each out as soon as it is there.
+func (s *Store) run(t *task, buf *buffers) {
+	b := t.wants[0].blob
+	size := b.index.Size()
+	s.requests.Add(1)
+	stream, err := t.wants[0].src.OpenRange(s.ctx, b.index.Digest, size, b.index.Offset(t.wants[0].chunk), t.size, "")
+	if err == nil {
+		defer stream.Close()
+	}
+	for _, w := range t.wants {
+		if err == nil {
+			frame := grow(&buf.frame, int(b.index.Chunks[w.chunk].Size))
+			if _, err = io.ReadFull(stream, frame); err == nil {
+				s.settle(w, s.keep(w, frame, stream.Host(), buf))
+				continue
+			}
+		}
+		s.settle(w, err)
+	}
+}
+
+func (s *Store) settle(w *want, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(w.blob.wants, w.chunk)
+	w.finish(err)
+}
+
+// keep verifies, decodes and stores a chunk. A damaged one is fetched once more,
+// from elsewhere if that is possible.
+func (s *Store) keep(w *want, frame []byte, host string, buf *buffers) error {
+	b := w.blob
+	c := b.index.Chunks[w.chunk]
+	pages := grow(&buf.pages, int(c.Pages)*pageindex.PageSize)
+	err := pageblob.Decode(pages, c, frame)
+	if err != nil {
+		s.damaged.Add(1)
+		log.G(s.ctx).WithError(err).WithField("host", host).WithField("blob", b.index.Digest).Warnf("chunk %d is damaged, fetching it again", w.chunk)
+		if host, err = s.again(w, frame, host); err != nil {
+			return err
+		}
+		if err := pageblob.Decode(pages, c, frame); err != nil {
+			s.damaged.Add(1)
+			return fmt.Errorf("chunk %d of page blob %s from %s (push the checkpoint image again: the registry's copy is damaged): %w: %w",
+				w.chunk, b.index.Digest, host, err, errdefs.ErrDataLoss)
+		}
+	}
+	if err := b.write(pages, int64(b.index.FirstPage(w.chunk))*pageindex.PageSize); err != nil {
+		return err
+	}
+	b.setPresent(w.chunk)
+	s.chunks.Add(1)
+	s.bytes.Add(int64(len(pages)))
+	s.mu.Lock()
+	if f := s.folders[b.key()]; f != nil {
+		f.size += int64(len(pages))
+	}
+	s.mu.Unlock()
+	return nil
+}
+
+func (s *Store) again(w *want, frame []byte, avoid string) (host string, err error) {
+	b := w.blob
+	s.requests.Add(1)
+	stream, err := w.src.OpenRange(s.ctx, b.index.Digest, b.index.Size(), b.index.Offset(w.chunk), int64(len(frame)), avoid)
+	if err != nil {
+		return "", err
+	}
+	defer stream.Close()
+	_, err = io.ReadFull(stream, frame)
+	return stream.Host(), err
+}
+
+// write puts pages into the data file. When the disk is full, it makes room by
+// evicting blobs that nobody uses.
+func (b *Blob) write(pages []byte, offset int64) error {
+	_, err := b.data.WriteAt(pages, offset)
+	if errors.Is(err, unix.ENOSPC) && b.store.evict(b.store.opts.CacheSize) {
+		_, err = b.data.WriteAt(pages, offset)
+	}
+	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+		return fmt.Errorf("page store %s: the disk is full (free some space or lower limits.cache_size): %w", b.store.opts.Dir, errdefs.ErrResourceExhausted)
+	}
+	return err
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package restore
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/containerd/errdefs"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"thaw.dev/thaw/snapshotter/checkpoint"
+	"thaw.dev/thaw/snapshotter/config"
+)
+
+const (
+	// AnnotationRestore on a container or pod says what to do with its image's
+	// checkpoint. "required" refuses to start the container without one.
+	AnnotationRestore = checkpoint.Prefix + "restore"
+	// AnnotationPolicy overrides the node's policy.
+	AnnotationPolicy = checkpoint.Prefix + "policy"
+
+	restoreRequired = "required"
+
+	// maxSpecSize bounds a bundle's config.json in bytes.
+	maxSpecSize = 16 << 20
+)
+
+// Annotations that CRI puts into a container's spec
+// (containerd internal/cri/annotations).
+const (
+	criContainerType    = "io.kubernetes.cri.container-type"
+	criSandbox          = "sandbox"
+	criImageName        = "io.kubernetes.cri.image-name"
+	criSandboxName      = "io.kubernetes.cri.sandbox-name"
+	criSandboxNamespace = "io.kubernetes.cri.sandbox-namespace"
+)
+
+// readSpec reads the OCI spec of a bundle.
+func readSpec(bundle string) (*specs.Spec, error) {
+	path := filepath.Join(bundle, "config.json")
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, fmt.Errorf("container's spec: %w", err)
+	}
+	defer f.Close()
+	p, err := io.ReadAll(io.LimitReader(f, maxSpecSize+1))
+	if err != nil {
+		return nil, fmt.Errorf("container's spec: %w", err)
+	}
+	if len(p) > maxSpecSize {
+		return nil, fmt.Errorf("container's spec %s is over the limit of %d bytes: %w", path, maxSpecSize, errdefs.ErrInvalidArgument)
+	}
+	var spec specs.Spec
+	if err := json.Unmarshal(p, &spec); err != nil {
+		return nil, fmt.Errorf("container's spec %s: %w: %w", path, err, errdefs.ErrInvalidArgument)
+	}
+	return &spec, nil
+}
+
+// wish is what a container's spec says about its restore.
+type wish struct {
+	sandbox  bool
+	image    string // empty: see the container's record
+	required bool
+	policy   string
+	pod      string
+}
+
+func wishOf(spec *specs.Spec, policy string) (wish, error) {
+	a := spec.Annotations
+	w := wish{
+		sandbox: a[criContainerType] == criSandbox,
+		image:   a[criImageName],
+		policy:  policy,
+	}
+	if w.sandbox {
+		return w, nil
+	}
+	if ns, name := a[criSandboxNamespace], a[criSandboxName]; name != "" {
+		w.pod = ns + "/" + name
+	}
+	switch v := a[AnnotationRestore]; v {
+	case "":
+	case restoreRequired:
+		w.required = true
+	default:
+		return w, fmt.Errorf("annotation %s is %.40q: the only value it may have is %q: %w", AnnotationRestore, v, restoreRequired, errdefs.ErrInvalidArgument)
+	}
+	if v := a[AnnotationPolicy]; v != "" {
+		if !slices.Contains(config.Policies(), v) {
+			return w, fmt.Errorf("annotation %s is %.40q: use one of %s: %w", AnnotationPolicy, v, strings.Join(config.Policies(), ", "), errdefs.ErrInvalidArgument)
+		}
+		w.policy = v
+	}
+	return w, nil
+}
+
+// checkPIDNamespace refuses containers that share a PID namespace: the processes
+// must get the PIDs that they had, and there somebody else may have them.
+func checkPIDNamespace(spec *specs.Spec) error {
+	if spec.Linux != nil {
+		for _, ns := range spec.Linux.Namespaces {
+			if ns.Type == specs.PIDNamespace && ns.Path == "" {
+				return nil
+			}
+		}
+	}
+	return fmt.Errorf("the container shares its PID namespace, where the PIDs of the checkpoint may be taken (give the pod neither shareProcessNamespace nor hostPID): %w", errdefs.ErrFailedPrecondition)
+}

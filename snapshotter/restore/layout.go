@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package restore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/containerd/errdefs"
+	"github.com/containerd/log"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sync/errgroup"
+
+	"thaw.dev/thaw/snapshotter/checkpoint"
+	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/registry"
+)
+
+// Limits bound one checkpoint image.
+type Limits struct {
+	MaxMemory    int64 // lazy memory, in bytes
+	MaxState     int64 // state, compressed or unpacked, in bytes
+	MaxPageIndex int64 // page index, in bytes
+	Unused       int   // laid-out images kept after their last use
+}
+
+// Names in a laid-out image's folder.
+const (
+	indexFile  = "pageindex"
+	configFile = "config.json"
+)
+
+// layout is a checkpoint laid out on the state folder's tmpfs:
+//
+//	DIR/KEY/criu/        CRIU's images, with eager pages in place; read-only
+//	DIR/KEY/pageindex    the verified page index
+//	DIR/KEY/config.json  the checkpoint's config
+//
+// KEY is the digest of the checkpoint manifest. A folder appears whole or not at
+// all, and is shared by all restores of the image.
+type layout struct {
+	key    string
+	dir    string
+	index  *pageindex.Index
+	config *checkpoint.Config
+
+	ready chan struct{} // closed when laid out, or err is set
+	err   error
+
+	refs int       // guarded by layouts.mu
+	used time.Time // when refs became 0
+}
+
+func (l *layout) images() string    { return filepath.Join(l.dir, criuDir) }
+func (l *layout) indexPath() string { return filepath.Join(l.dir, indexFile) }
+
+// layouts are all laid-out images of the node.
+type layouts struct {
+	dir    string
+	limits Limits
+	meta   *metadata
+
+	mu  sync.Mutex
+	all map[string]*layout
+}
+
+// openLayouts prepares the folder. What earlier runs left in it is kept until
+// prune is called.
+func openLayouts(dir string, limits Limits, meta *metadata) (*layouts, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("checkpoint images: %w", err)
+	}
+	return &layouts{dir: dir, limits: limits, meta: meta, all: make(map[string]*layout)}, nil
+}
+
+// prune removes what is on disk but not known: half-made folders, and images
+// that no restore has any more.
+func (s *layouts) prune() error {
+	entries, err := os.ReadDir(s.dir)
+	if err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	for _, e := range entries {
+		if _, ok := s.all[e.Name()]; ok {
+			continue
+		}
+		if err := os.RemoveAll(filepath.Join(s.dir, e.Name())); err != nil {
+			return fmt.Errorf("checkpoint images: %w", err)
+		}
+	}
+	return nil
+}
+
+// adopt takes over what an earlier run laid out, for a restore that goes on.
+func (s *layouts) adopt(key string) (*layout, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if l := s.all[key]; l != nil {
+		l.refs++
+		return l, nil
+	}
+	l := &layout{key: key, dir: filepath.Join(s.dir, key), refs: 1, ready: make(chan struct{})}
+	if err := l.load(s.limits); err != nil {
+		return nil, err
+	}
+	close(l.ready)
+	s.all[key] = l
+	return l, nil
+}
+
+func (l *layout) load(limits Limits) error {
+	p, err := readBounded(filepath.Join(l.dir, configFile), checkpoint.MaxConfigSize)
+	if err != nil {
+		return err
+	}
+	if l.config, err = checkpoint.ParseConfig(p); err != nil {
+		return err
+	}
+	if p, err = readBounded(l.indexPath(), limits.MaxPageIndex); err != nil {
+		return err
+	}
+	l.index, err = pageindex.Parse(p)
+	return err
+}
+
+func readBounded(path string, limit int64) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	p, err := io.ReadAll(io.LimitReader(f, limit+1))
+	if err == nil && int64(len(p)) > limit {
+		err = fmt.Errorf("%s is over the limit of %d bytes: %w", path, limit, errdefs.ErrResourceExhausted)
+	}
+	return p, err
+}
+
+// acquire returns the layout of a checkpoint, which is made by the first who
+// asks while others wait. Release it.
+func (s *layouts) acquire(ctx context.Context, repo *registry.Repository, manifest v1.Descriptor) (*layout, error) {
+	key := manifest.Digest.Encoded()
+	for {
+		s.mu.Lock()
+		l := s.all[key]
+		mine := l == nil
+		if mine {
+			l = &layout{key: key, dir: filepath.Join(s.dir, key), ready: make(chan struct{})}
+			s.all[key] = l
+		}
+		l.refs++
+		s.mu.Unlock()
+		if mine {
+			l.err = s.lay(ctx, repo, manifest, l)
+			close(l.ready)
+		} else {
+			select {
+			case <-l.ready:
+			case <-ctx.Done():
+				s.release(l)
+				return nil, ctx.Err()
+			}
+		}
+		if l.err == nil {
+			return l, nil
+		}
+		s.release(l)
+		if !mine && ctx.Err() == nil && !errors.Is(l.err, checkpoint.ErrFormat) {
+			continue // the other's caller may have given up, or its registry failed
+		}
+		return nil, l.err
+	}
+}
+
+// release undoes acquire or adopt. A failed layout is forgotten at once; others
+// when more than the limit are unused.
+func (s *layouts) release(l *layout) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l.refs--
+	if l.err != nil {
+		if s.all[l.key] == l {
+			delete(s.all, l.key)
+		}
+		return
+	}
+	if l.refs > 0 {
+		return
+	}
+	l.used = time.Now()
+	for {
+		var oldest *layout
+		unused := 0
+		for _, o := range s.all {
+			if o.refs == 0 {
+				unused++
+				if oldest == nil || o.used.Before(oldest.used) {
+					oldest = o
+				}
+			}
+		}
+		if unused <= s.limits.Unused {
+			return
+		}
+		delete(s.all, oldest.key)
+		// Under the lock: the same image may be laid out again at once.
+		if err := os.RemoveAll(oldest.dir); err != nil {
+			log.L.WithError(err).Warn("laid-out checkpoint image not removed")
+		}
+	}
+}
+
+// lay fetches, verifies and checks a checkpoint and lays it out.
+func (s *layouts) lay(ctx context.Context, repo *registry.Repository, desc v1.Descriptor, l *layout) (err error) {
+	p, err := s.meta.bytes(ctx, repo, desc, true, checkpoint.MaxManifestSize)
+	if err != nil {
+		return err
+	}
+	img, err := checkpoint.ParseManifest(desc, p)
+	if err != nil {
+		return err
+	}
+	if n := img.State.Size; n > s.limits.MaxState {
+		return fmt.Errorf("the checkpoint's state has %d bytes, limits.max_state allows %d: %w", n, s.limits.MaxState, errdefs.ErrResourceExhausted)
+	}
+	tmp, err := os.MkdirTemp(s.dir, tmpPrefix)
+	if err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.RemoveAll(tmp))
+		}
+	}()
+	var (
+		state         *os.File
+		config, index []byte
+	)
+	g, gctx := errgroup.WithContext(ctx)
+	g.Go(func() (err error) {
+		config, err = s.meta.bytes(gctx, repo, img.Config, false, checkpoint.MaxConfigSize)
+		return err
+	})
+	g.Go(func() (err error) {
+		index, err = s.meta.bytes(gctx, repo, img.PageIndex, false, s.limits.MaxPageIndex)
+		return err
+	})
+	g.Go(func() (err error) {
+		state, err = s.meta.file(gctx, repo, img.State)
+		return err
+	})
+	err = g.Wait()
+	if state != nil {
+		defer state.Close()
+	}
+	if err != nil {
+		return err
+	}
+	if l.config, err = checkpoint.ParseConfig(config); err != nil {
+		return err
+	}
+	if l.index, err = pageindex.Parse(index); err != nil {
+		return fmt.Errorf("%w: %w", checkpoint.ErrFormat, err)
+	}
+	if err := s.check(l, img); err != nil {
+		return err
+	}
+	if err := s.write(tmp, state, config, index); err != nil {
+		return err
+	}
+	if err := checkPages(l.index, filepath.Join(tmp, criuDir)); err != nil {
+		return err
+	}
+	// Left by a run of the daemon that was killed, before prune: cannot be used.
+	if err := os.RemoveAll(l.dir); err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	if err := os.Rename(tmp, l.dir); err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	return nil
+}
+
+// check refuses, before anything is unpacked, what this node cannot restore.
+func (s *layouts) check(l *layout, img *checkpoint.Image) error {
+	if err := checkHost(l.config); err != nil {
+		return err
+	}
+	if err := checkBlobs(l.index, img); err != nil {
+		return err
+	}
+	if n := totalPages(l.index); n > uint64(s.limits.MaxMemory)/pageindex.PageSize {
+		return fmt.Errorf("the checkpoint has %d bytes of memory, limits.max_memory allows %d: %w", n*pageindex.PageSize, s.limits.MaxMemory, errdefs.ErrResourceExhausted)
+	}
+	return nil
+}
+
+func (s *layouts) write(dir string, state io.Reader, config, index []byte) error {
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	defer root.Close()
+	if err := unpackState(state, root, s.limits.MaxState); err != nil {
+		return err
+	}
+	if err := expandPages(dir); err != nil {
+		return err
+	}
+	if err := root.WriteFile(configFile, config, 0o600); err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	if err := root.WriteFile(indexFile, index, 0o600); err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	return nil
+}
+
+// keyValid reports whether a key read from a file may be used as a folder name.
+func keyValid(key string) bool {
+	return len(key) == 64 && strings.Trim(key, "0123456789abcdef") == ""
+}

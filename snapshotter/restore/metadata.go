@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package restore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/containerd/log"
+	"github.com/opencontainers/go-digest"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"thaw.dev/thaw/snapshotter/registry"
+)
+
+// metadata is a cache on disk of manifests, configs, states and page indexes,
+// each in a file named after its digest. Files are verified whenever they are
+// read, so a damaged one is the same as a missing one.
+type metadata struct {
+	dir   string
+	limit int64 // bytes
+
+	mu sync.Mutex // of trim
+}
+
+const tmpPrefix = ".tmp-"
+
+func openMetadata(dir string, limit int64) (*metadata, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("metadata cache: %w", err)
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, fmt.Errorf("metadata cache: %w", err)
+	}
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), tmpPrefix) {
+			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
+				return nil, fmt.Errorf("metadata cache: %w", err)
+			}
+		}
+	}
+	return &metadata{dir: dir, limit: limit}, nil
+}
+
+// bytes returns a small blob or manifest from the cache or the registry.
+func (m *metadata) bytes(ctx context.Context, repo *registry.Repository, desc v1.Descriptor, manifest bool, limit int64) ([]byte, error) {
+	if f, err := m.open(desc); err == nil {
+		defer f.Close()
+		return io.ReadAll(io.LimitReader(f, desc.Size))
+	}
+	get := repo.Blob
+	if manifest {
+		get = repo.Manifest
+	}
+	p, err := get(ctx, desc, limit)
+	if err != nil {
+		return nil, err
+	}
+	err = m.store(desc, func(f *os.File) error {
+		_, err := f.Write(p)
+		return err
+	})
+	if err != nil {
+		// The content is here and right; only the next restore must fetch again.
+		log.G(ctx).WithError(err).Warn("metadata not cached")
+	}
+	return p, nil
+}
+
+// file returns an open file with a blob's verified content from the cache or
+// the registry. The caller closes it.
+func (m *metadata) file(ctx context.Context, repo *registry.Repository, desc v1.Descriptor) (*os.File, error) {
+	if f, err := m.open(desc); err == nil {
+		return f, nil
+	}
+	if err := m.store(desc, func(f *os.File) error { return repo.CopyBlob(ctx, desc, f) }); err != nil {
+		return nil, err
+	}
+	return m.open(desc)
+}
+
+func (m *metadata) path(desc v1.Descriptor) string {
+	return filepath.Join(m.dir, desc.Digest.Encoded())
+}
+
+// open opens a cached blob after its digest was verified.
+func (m *metadata) open(desc v1.Descriptor) (_ *os.File, err error) {
+	path := m.path(desc)
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			f.Close()
+			// Damaged: out of the way of the new one.
+			if rerr := os.Remove(path); rerr != nil && !errors.Is(rerr, os.ErrNotExist) {
+				log.L.WithError(rerr).Warn("damaged metadata not removed")
+			}
+		}
+	}()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if info.Size() != desc.Size {
+		return nil, fmt.Errorf("%s has %d bytes instead of %d", path, info.Size(), desc.Size)
+	}
+	v := desc.Digest.Verifier()
+	if _, err := io.Copy(v, f); err != nil {
+		return nil, err
+	}
+	if !v.Verified() {
+		return nil, fmt.Errorf("%s is damaged", path)
+	}
+	now := time.Now()
+	if err := os.Chtimes(path, now, now); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	_, err = f.Seek(0, io.SeekStart)
+	return f, err
+}
+
+func (m *metadata) store(desc v1.Descriptor, write func(*os.File) error) (err error) {
+	f, err := os.CreateTemp(m.dir, tmpPrefix)
+	if err != nil {
+		return fmt.Errorf("metadata cache: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.Remove(f.Name()))
+		}
+	}()
+	if err := write(f); err != nil {
+		f.Close()
+		return err
+	}
+	if err := f.Close(); err != nil {
+		return fmt.Errorf("metadata cache: %w", err)
+	}
+	if err := os.Rename(f.Name(), m.path(desc)); err != nil {
+		return fmt.Errorf("metadata cache: %w", err)
+	}
+	m.trim(desc.Digest)
+	return nil
+}
+
+// trim removes what was not used for the longest time until the cache is within
+// its limit; what was just stored stays.
+func (m *metadata) trim(keep digest.Digest) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for {
+		entries, err := os.ReadDir(m.dir)
+		if err != nil {
+			return
+		}
+		var total int64
+		var oldest string
+		var when time.Time
+		for _, e := range entries {
+			info, err := e.Info()
+			if err != nil {
+				continue
+			}
+			total += info.Size()
+			if name := e.Name(); name != keep.Encoded() && !strings.HasPrefix(name, tmpPrefix) && (oldest == "" || info.ModTime().Before(when)) {
+				oldest, when = name, info.ModTime()
+			}
+		}
+		if total <= m.limit || oldest == "" || os.Remove(filepath.Join(m.dir, oldest)) != nil {
+			return
+		}
+	}
+}

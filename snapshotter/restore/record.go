@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package restore
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/containerd/log"
+	"github.com/opencontainers/go-digest"
+)
+
+// record is what is kept of a restore for the next run of the daemon.
+type record struct {
+	ID        string    `json:"id"`
+	Namespace string    `json:"namespace"`
+	Container string    `json:"container"`
+	Bundle    string    `json:"bundle"`
+	Image     string    `json:"image"`
+	Manifest  string    `json:"manifest"`
+	Policy    string    `json:"policy"`
+	Pod       string    `json:"pod,omitempty"`
+	Started   time.Time `json:"started"`
+}
+
+const maxRecordSize = 64 << 10
+
+func (m *Manager) recordDir() string { return filepath.Join(m.opts.StateDir, "restores") }
+
+func (r *record) path(dir string) string {
+	sum := sha256.Sum256([]byte(r.ID))
+	return filepath.Join(dir, hex.EncodeToString(sum[:16])+".json")
+}
+
+// write stores the record, whole or not at all.
+func (r *record) write(dir string) (err error) {
+	p, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(dir, tmpPrefix)
+	if err != nil {
+		return fmt.Errorf("record of the restore: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.Remove(f.Name()))
+		}
+	}()
+	_, err = f.Write(p)
+	if err = errors.Join(err, f.Close()); err != nil {
+		return fmt.Errorf("record of the restore: %w", err)
+	}
+	if err := os.Rename(f.Name(), r.path(dir)); err != nil {
+		return fmt.Errorf("record of the restore: %w", err)
+	}
+	return nil
+}
+
+func (r *record) remove(dir string) error {
+	if err := os.Remove(r.path(dir)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("record of the restore: %w", err)
+	}
+	return nil
+}
+
+// recover goes on with the restores of an earlier run whose containers are
+// still there.
+func (m *Manager) recover(ctx context.Context) error {
+	dir := m.recordDir()
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("records of restores: %w", err)
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("records of restores: %w", err)
+	}
+	for _, e := range entries {
+		path := filepath.Join(dir, e.Name())
+		if strings.HasPrefix(e.Name(), tmpPrefix) {
+			if err := os.Remove(path); err != nil {
+				return fmt.Errorf("records of restores: %w", err)
+			}
+			continue
+		}
+		if err := m.recoverOne(path); err != nil {
+			if !errors.Is(err, errGone) {
+				log.G(ctx).WithError(err).WithField("record", path).Error("a restore cannot go on: its container fails when it needs a page that is not there yet")
+			}
+			if err := os.Remove(path); err != nil {
+				return fmt.Errorf("records of restores: %w", err)
+			}
+		}
+	}
+	return nil
+}
+
+var errGone = errors.New("container is gone")
+
+func (m *Manager) recoverOne(path string) (err error) {
+	p, err := readBounded(path, maxRecordSize)
+	if err != nil {
+		return err
+	}
+	r := &restored{}
+	if err := json.Unmarshal(p, &r.record); err != nil {
+		return err
+	}
+	// The bundle is removed with the container.
+	if _, err := os.Stat(r.record.Bundle); errors.Is(err, os.ErrNotExist) {
+		return errGone
+	}
+	d, err := digest.Parse(r.record.Manifest)
+	if err != nil {
+		return err
+	}
+	if !keyValid(d.Encoded()) || r.record.ID != ID(r.record.Namespace, r.record.Container) {
+		return errors.New("damaged record")
+	}
+	if r.repo, err = m.repository(r.record.Image); err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			m.letGo(r)
+		}
+	}()
+	if r.layout, err = m.layouts.adopt(d.Encoded()); err != nil {
+		return err
+	}
+	if err := m.take(r); err != nil {
+		return err
+	}
+	return m.add(r)
+}

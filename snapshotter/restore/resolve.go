@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package restore
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/containerd/containerd/v2/core/images"
+	"github.com/containerd/errdefs"
+	"github.com/opencontainers/go-digest"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"thaw.dev/thaw/snapshotter/checkpoint"
+	"thaw.dev/thaw/snapshotter/pagestore"
+	"thaw.dev/thaw/snapshotter/registry"
+)
+
+// find returns the checkpoint manifest in an image's index. The index is read
+// from the node's content store; a node that does not keep it there gets it from
+// the registry by its digest.
+func (m *Manager) find(ctx context.Context, namespace, name string, target v1.Descriptor, none func(string, ...any) (v1.Descriptor, error)) (v1.Descriptor, error) {
+	if !images.IsIndexType(target.MediaType) {
+		return none("image %s holds no checkpoint", name)
+	}
+	if target.Size <= 0 || target.Size > checkpoint.MaxManifestSize {
+		return v1.Descriptor{}, fmt.Errorf("index of image %s has %d bytes, allowed are %d: %w", name, target.Size, checkpoint.MaxManifestSize, errdefs.ErrResourceExhausted)
+	}
+	p, err := m.opts.Images.Content(ctx, namespace, target)
+	if errdefs.IsNotFound(err) {
+		var repo *repository
+		if repo, err = m.repository(name); err != nil {
+			return v1.Descriptor{}, err
+		}
+		p, err = repo.Manifest(ctx, target, checkpoint.MaxManifestSize)
+		m.letGo(&restored{repo: repo})
+	}
+	if err != nil {
+		return v1.Descriptor{}, err
+	}
+	if got := digest.FromBytes(p); got != target.Digest {
+		return v1.Descriptor{}, fmt.Errorf("index of image %s is damaged in containerd's content store: its digest is %s instead of %s: %w", name, got, target.Digest, errdefs.ErrDataLoss)
+	}
+	var index v1.Index
+	if err := json.Unmarshal(p, &index); err != nil {
+		return v1.Descriptor{}, fmt.Errorf("index of image %s: %w: %w", name, err, errdefs.ErrDataLoss)
+	}
+	desc, err := checkpoint.Find(&index)
+	switch {
+	case err == nil:
+		return desc, nil
+	case errors.Is(err, checkpoint.ErrNoCheckpoint):
+		return none("image %s holds no checkpoint", name)
+	}
+	return v1.Descriptor{}, fmt.Errorf("image %s: %w", name, classed(err))
+}
+
+// OpenRange reads a range of a blob; see pagestore.Source.
+func (s source) OpenRange(ctx context.Context, blob digest.Digest, size, offset, length int64, avoid string) (pagestore.Stream, error) {
+	return s.repo.Open(ctx, registry.Range{Digest: blob, Size: size, Offset: offset, Length: length, Avoid: avoid})
+}

@@ -1,0 +1,439 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package restore decides whether a container is to be restored and makes ready
+// what CRIU and the fault handler need for it: the checkpoint is found through
+// the node's image store, fetched, verified, checked against this machine and
+// the container's spec, and laid out; its page blobs are opened in the page store.
+//
+// The life of a restore: Prepare makes it; Fetch brings pages; Report tells how
+// it is going, and under the policy `cached` starts the background fill once the
+// container runs; Release ends it. Restores outlive the daemon: each has a record
+// in the state folder, from which the next run goes on.
+package restore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/containerd/errdefs"
+	"github.com/containerd/log"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/protobuf/proto"
+
+	"thaw.dev/thaw/snapshotter/api"
+	"thaw.dev/thaw/snapshotter/checkpoint"
+	"thaw.dev/thaw/snapshotter/config"
+	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/pagestore"
+	"thaw.dev/thaw/snapshotter/registry"
+)
+
+// States that a shim reports (api.Status).
+const (
+	StatePreparing = "preparing"
+	StateRestoring = "restoring"
+	StateLazy      = "lazy" // the processes run, pages are missing
+	StateComplete  = "complete"
+	StateFailed    = "failed"
+)
+
+// Options configure a Manager.
+type Options struct {
+	// StateDir is on a tmpfs; CacheDir is on a disk.
+	StateDir, CacheDir string
+	Images             Images
+	Registry           *registry.Client
+	Pages              *pagestore.Store
+	Limits             Limits
+	MetadataCacheSize  int64 // bytes
+	Policy             string
+	// FillDelay is how long after a container runs its blobs are filled.
+	FillDelay time.Duration
+	// CheckCRIU returns nil if the node's CRIU can restore lazily.
+	CheckCRIU func(context.Context) error
+	// Admit returns nil if the images in a folder may be restored as a container
+	// with that spec.
+	Admit func(ctx context.Context, images string, spec *specs.Spec) error
+}
+
+// Manager has all restores of the node. Its methods may be called at the same
+// time.
+type Manager struct {
+	opts    Options
+	layouts *layouts
+	ctx     context.Context // of background fills
+	cancel  context.CancelFunc
+	wg      sync.WaitGroup
+
+	mu       sync.Mutex
+	restores map[string]*restored
+	repos    map[string]*repository
+	closed   bool
+}
+
+// repository is a source that restores of one image reference share.
+type repository struct {
+	*registry.Repository
+	ref  string
+	refs int
+}
+
+// restored is one restore.
+type restored struct {
+	record record
+	layout *layout
+	repo   *repository
+	blobs  []*pagestore.Blob
+
+	status  *api.Status // guarded by Manager.mu
+	filling bool        // guarded by Manager.mu
+	ctx     context.Context
+	cancel  context.CancelFunc // ends the fill
+}
+
+// Open returns a manager that goes on with the restores of an earlier run.
+// Close it.
+func Open(ctx context.Context, opts Options) (*Manager, error) {
+	meta, err := openMetadata(filepath.Join(opts.CacheDir, "metadata"), opts.MetadataCacheSize)
+	if err != nil {
+		return nil, err
+	}
+	m := &Manager{opts: opts, restores: make(map[string]*restored), repos: make(map[string]*repository)}
+	if m.layouts, err = openLayouts(filepath.Join(opts.StateDir, "images"), opts.Limits, meta); err != nil {
+		return nil, err
+	}
+	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	if err := m.recover(ctx); err != nil {
+		m.cancel()
+		return nil, err
+	}
+	if err := m.layouts.prune(); err != nil {
+		m.cancel()
+		return nil, err
+	}
+	return m, nil
+}
+
+// Close ends background fills and lets go of the page store. The restores'
+// records stay for the next run.
+func (m *Manager) Close() {
+	m.mu.Lock()
+	m.closed = true
+	all := m.restores
+	m.restores = nil
+	m.mu.Unlock()
+	m.cancel()
+	m.wg.Wait()
+	for _, r := range all {
+		m.letGo(r)
+	}
+}
+
+// Prepare decides about a container; see api.Node.
+func (m *Manager) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.PrepareResponse, error) {
+	if req.GetNamespace() == "" || req.GetContainerId() == "" || !filepath.IsAbs(req.GetBundle()) {
+		return nil, fmt.Errorf("namespace, container ID or absolute bundle path is missing: %w", errdefs.ErrInvalidArgument)
+	}
+	spec, err := readSpec(req.GetBundle())
+	if err != nil {
+		return nil, err
+	}
+	w, err := wishOf(spec, m.opts.Policy)
+	if err != nil {
+		return nil, err
+	}
+	if w.sandbox {
+		return &api.PrepareResponse{}, nil
+	}
+	manifest, err := m.resolve(ctx, req, &w)
+	if errors.Is(err, checkpoint.ErrNoCheckpoint) && !w.required {
+		log.G(ctx).WithError(err).Debug("no restore")
+		return &api.PrepareResponse{Image: w.image}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	r, err := m.prepare(ctx, req, spec, &w, manifest)
+	if err != nil {
+		return nil, fmt.Errorf("restore of %s: %w", w.image, classed(err))
+	}
+	return r.response(), nil
+}
+
+// classed gives errors of the image's format a class that travels over RPC.
+func classed(err error) error {
+	if errors.Is(err, checkpoint.ErrFormat) || errors.Is(err, pageindex.ErrFormat) {
+		return fmt.Errorf("%w: %w", err, errdefs.ErrDataLoss)
+	}
+	return err
+}
+
+// resolve finds the checkpoint of the image that a container runs, by what the
+// node's image store says the image is.
+func (m *Manager) resolve(ctx context.Context, req *api.PrepareRequest, w *wish) (v1.Descriptor, error) {
+	none := func(format string, args ...any) (v1.Descriptor, error) {
+		why := fmt.Sprintf(format, args...)
+		if w.required {
+			return v1.Descriptor{}, fmt.Errorf("%s, but the annotation %s requires a restore (name a checkpoint image, as thaw checkpoint --push makes it, or remove the annotation): %w: %w",
+				why, AnnotationRestore, checkpoint.ErrNoCheckpoint, errdefs.ErrFailedPrecondition)
+		}
+		return v1.Descriptor{}, fmt.Errorf("%s: %w", why, checkpoint.ErrNoCheckpoint)
+	}
+	if w.image == "" {
+		name, err := m.opts.Images.ContainerImage(ctx, req.GetNamespace(), req.GetContainerId())
+		if err != nil && !errdefs.IsNotFound(err) {
+			return v1.Descriptor{}, err
+		}
+		if name == "" {
+			return none("the container was made from no image")
+		}
+		w.image = name
+	}
+	target, err := m.opts.Images.Target(ctx, req.GetNamespace(), w.image)
+	if errdefs.IsNotFound(err) {
+		return none("image %s is not in containerd's image store", w.image)
+	}
+	if err != nil {
+		return v1.Descriptor{}, err
+	}
+	return m.find(ctx, req.GetNamespace(), w.image, target, none)
+}
+
+// prepare makes a restore. Everything that it takes is given back on error.
+func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *specs.Spec, w *wish, manifest v1.Descriptor) (_ *restored, err error) {
+	if err := checkPIDNamespace(spec); err != nil {
+		return nil, err
+	}
+	if m.opts.CheckCRIU != nil {
+		if err := m.opts.CheckCRIU(ctx); err != nil {
+			return nil, err
+		}
+	}
+	r := &restored{record: record{
+		ID: ID(req.GetNamespace(), req.GetContainerId()), Namespace: req.GetNamespace(), Container: req.GetContainerId(),
+		Bundle: req.GetBundle(), Image: w.image, Manifest: manifest.Digest.String(), Policy: w.policy, Pod: w.pod, Started: time.Now(),
+	}}
+	if r.repo, err = m.repository(w.image); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			m.letGo(r)
+		}
+	}()
+	if r.layout, err = m.layouts.acquire(ctx, r.repo.Repository, manifest); err != nil {
+		return nil, err
+	}
+	if m.opts.Admit != nil {
+		if err := m.opts.Admit(ctx, r.layout.images(), spec); err != nil {
+			return nil, err
+		}
+	}
+	if err := m.take(r); err != nil {
+		return nil, err
+	}
+	return r, m.add(r)
+}
+
+// ID names the restore of a container, of which there is at most one.
+func ID(namespace, container string) string { return namespace + "/" + container }
+
+// take opens a restore's page blobs.
+func (m *Manager) take(r *restored) error {
+	for i := range r.layout.index.Blobs {
+		b, err := m.opts.Pages.Acquire(&r.layout.index.Blobs[i])
+		if err != nil {
+			return err
+		}
+		r.blobs = append(r.blobs, b)
+	}
+	return nil
+}
+
+// add makes a restore known. One of the same container that was not released
+// is ended: its container is gone, or this one could not have been made.
+func (m *Manager) add(r *restored) error {
+	total := totalPages(r.layout.index)
+	r.status = &api.Status{
+		RestoreId: r.record.ID, Namespace: r.record.Namespace, ContainerId: r.record.Container, Image: r.record.Image,
+		State: StatePreparing, PagesTotal: total, StartedUnixNs: r.record.Started.UnixNano(), Pod: r.record.Pod,
+	}
+	r.ctx, r.cancel = context.WithCancel(m.ctx)
+	if err := r.record.write(m.recordDir()); err != nil {
+		return err
+	}
+	m.mu.Lock()
+	if m.closed {
+		m.mu.Unlock()
+		return errors.Join(errClosed, r.record.remove(m.recordDir()))
+	}
+	old := m.restores[r.record.ID]
+	m.restores[r.record.ID] = r
+	m.mu.Unlock()
+	if old != nil {
+		m.letGo(old)
+	}
+	return nil
+}
+
+var errClosed = fmt.Errorf("thaw-snapshotter is stopping: %w", errdefs.ErrUnavailable)
+
+// letGo gives back what a restore holds.
+func (m *Manager) letGo(r *restored) {
+	if r.cancel != nil {
+		r.cancel()
+	}
+	for _, b := range r.blobs {
+		b.Release()
+	}
+	if r.layout != nil {
+		m.layouts.release(r.layout)
+	}
+	m.mu.Lock()
+	if r.repo.refs--; r.repo.refs == 0 {
+		delete(m.repos, r.repo.ref)
+		defer r.repo.Close()
+	}
+	m.mu.Unlock()
+}
+
+func (m *Manager) repository(ref string) (*repository, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	r := m.repos[ref]
+	if r == nil {
+		repo, err := m.opts.Registry.Repository(ref)
+		if err != nil {
+			return nil, err
+		}
+		r = &repository{Repository: repo, ref: ref}
+		m.repos[ref] = r
+	}
+	r.refs++
+	return r, nil
+}
+
+func (r *restored) response() *api.PrepareResponse {
+	resp := &api.PrepareResponse{
+		Restore: true, RestoreId: r.record.ID, Image: r.record.Image, Digest: r.record.Manifest,
+		ImagesDir: r.layout.images(), PageIndex: r.layout.indexPath(), Policy: r.record.Policy, PagesTotal: r.status.GetPagesTotal(),
+	}
+	for _, b := range r.blobs {
+		resp.Stores = append(resp.Stores, &api.Store{Data: b.DataPath(), Present: b.PresentPath()})
+	}
+	return resp
+}
+
+func (m *Manager) get(id string) (*restored, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return nil, errClosed
+	}
+	r := m.restores[id]
+	if r == nil {
+		return nil, fmt.Errorf("restore %.100q is not known: %w", id, errdefs.ErrNotFound)
+	}
+	return r, nil
+}
+
+// Fetch brings chunks into the page store; see api.Node.
+func (m *Manager) Fetch(ctx context.Context, req *api.FetchRequest) error {
+	r, err := m.get(req.GetRestoreId())
+	if err != nil {
+		return err
+	}
+	if n := req.GetBlob(); uint64(n) >= uint64(len(r.blobs)) {
+		return fmt.Errorf("blob %d of %d: %w", n, len(r.blobs), errdefs.ErrInvalidArgument)
+	}
+	chunks := make([]int, len(req.GetChunks()))
+	for i, c := range req.GetChunks() {
+		chunks[i] = int(c)
+	}
+	return r.blobs[req.GetBlob()].Fetch(ctx, source{r.repo.Repository}, chunks, req.GetDemand())
+}
+
+// Report takes over how a restore is doing; see api.Node. It returns the state
+// that was reported before.
+func (m *Manager) Report(ctx context.Context, s *api.Status) (before string, err error) {
+	r, err := m.get(s.GetRestoreId())
+	if err != nil {
+		return "", err
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	next, ok := proto.Clone(s).(*api.Status)
+	if !ok || m.closed {
+		return "", errClosed
+	}
+	before = r.status.GetState()
+	// Who and what it is, the daemon knows by itself.
+	next.Namespace, next.ContainerId, next.Image, next.Pod = r.status.GetNamespace(), r.status.GetContainerId(), r.status.GetImage(), r.status.GetPod()
+	next.PagesTotal, next.StartedUnixNs = r.status.GetPagesTotal(), r.status.GetStartedUnixNs()
+	r.status = next
+	if next.GetState() == StateLazy && !r.filling && r.record.Policy == config.PolicyCached {
+		r.filling = true
+		m.wg.Go(func() { m.fill(r) })
+	}
+	if next.GetState() == StateFailed {
+		log.G(ctx).WithField("restore", r.record.ID).Errorf("restore failed: %s", next.GetReason())
+	}
+	return before, nil
+}
+
+// fill brings all that is missing of a restore's blobs into the page store.
+func (m *Manager) fill(r *restored) {
+	t := time.NewTimer(m.opts.FillDelay)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-r.ctx.Done():
+		return
+	}
+	for _, b := range r.blobs {
+		if err := b.Fill(r.ctx, source{r.repo.Repository}); err != nil {
+			if r.ctx.Err() == nil {
+				log.G(m.ctx).WithError(err).WithField("image", r.record.Image).Warn("page store not filled: pages still come from the registry when they are touched")
+			}
+			return
+		}
+	}
+}
+
+// Release ends a restore; unknown ones are no error.
+func (m *Manager) Release(_ context.Context, id string) error {
+	m.mu.Lock()
+	r := m.restores[id]
+	delete(m.restores, id)
+	m.mu.Unlock()
+	if r == nil {
+		return nil
+	}
+	err := r.record.remove(m.recordDir())
+	m.letGo(r)
+	return err
+}
+
+// List returns all restores.
+func (m *Manager) List() []*api.Status {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	out := make([]*api.Status, 0, len(m.restores))
+	for _, r := range m.restores {
+		s, ok := proto.Clone(r.status).(*api.Status)
+		if !ok {
+			continue
+		}
+		s.BytesFetched = uint64(r.repo.Stats().Bytes)
+		out = append(out, s)
+	}
+	return out
+}
+
+// source reads a repository's blobs for the page store.
+type source struct{ repo *registry.Repository }

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package snapshotter
+
+import (
+	"context"
+
+	"github.com/containerd/errdefs/pkg/errgrpc"
+	"github.com/containerd/log"
+
+	"thaw.dev/thaw/snapshotter/api"
+	"thaw.dev/thaw/snapshotter/restore"
+)
+
+// service serves api.Node. Errors get their RPC status here and nowhere below.
+type service struct {
+	restores *restore.Manager
+	metrics  *metrics
+}
+
+var _ api.NodeService = (*service)(nil)
+
+func (s *service) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.PrepareResponse, error) {
+	resp, err := s.restores.Prepare(ctx, req)
+	s.metrics.prepared(resp, err)
+	if err != nil {
+		log.G(ctx).WithError(err).WithField("namespace", req.GetNamespace()).WithField("container", req.GetContainerId()).Error("restore refused")
+		return nil, errgrpc.ToGRPC(err)
+	}
+	return resp, nil
+}
+
+func (s *service) Fetch(ctx context.Context, req *api.FetchRequest) (*api.FetchResponse, error) {
+	if err := s.restores.Fetch(ctx, req); err != nil {
+		return nil, errgrpc.ToGRPC(err)
+	}
+	return &api.FetchResponse{}, nil
+}
+
+func (s *service) Report(ctx context.Context, req *api.ReportRequest) (*api.ReportResponse, error) {
+	before, err := s.restores.Report(ctx, req.GetStatus())
+	if err != nil {
+		return nil, errgrpc.ToGRPC(err)
+	}
+	s.metrics.reported(before, req.GetStatus())
+	return &api.ReportResponse{}, nil
+}
+
+func (s *service) Release(ctx context.Context, req *api.ReleaseRequest) (*api.ReleaseResponse, error) {
+	if err := s.restores.Release(ctx, req.GetRestoreId()); err != nil {
+		return nil, errgrpc.ToGRPC(err)
+	}
+	return &api.ReleaseResponse{}, nil
+}
+
+func (s *service) List(context.Context, *api.ListRequest) (*api.ListResponse, error) {
+	return &api.ListResponse{Restores: s.restores.List()}, nil
+}
