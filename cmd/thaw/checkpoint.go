@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/urfave/cli/v2"
+
+	"thaw.dev/thaw/snapshotter/publish"
+	"thaw.dev/thaw/snapshotter/publish/dump"
+)
+
+var checkpointCommand = &cli.Command{
+	Name:      "checkpoint",
+	Usage:     "checkpoint a running container and push it to a registry",
+	ArgsUsage: "CONTAINER",
+	Description: `CONTAINER is the ID of a container of containerd or CRI, or the beginning of it.
+The container is frozen while it is dumped to memory. Then it goes on running
+with --leave-running; without, it stays frozen until the checkpoint is in the
+registry and is stopped then. If the push fails it goes on running.
+
+The reference of what was pushed, with its digest, is printed on standard output.
+
+Examples:
+  thaw checkpoint 3f2a --push registry.example/agents/warm:1
+  thaw checkpoint --leave-running --push registry.example/agents/warm:1 $(crictl ps -q --name agent)
+  thaw checkpoint -n default --push registry.example/db:warm redis`,
+	Flags: []cli.Flag{
+		&cli.StringFlag{Name: "push", Usage: "image `REF` to push to"},
+		&cli.BoolFlag{Name: "leave-running", Usage: "let the container go on running"},
+		&cli.StringFlag{Name: "dump-dir", Usage: "`FOLDER` on a tmpfs for the dump (default: /run/thaw or /dev/shm)"},
+		&cli.StringFlag{Name: "log-dir", Value: "/var/log/thaw", Usage: "`FOLDER` where CRIU's log is kept after a failure"},
+		namespaceFlag, addressFlag, baseFlag, reuseFlag, hostsDirFlag, quietFlag, configFlag,
+	},
+	OnUsageError: onUsageError,
+	Action:       runCheckpoint,
+}
+
+func runCheckpoint(c *cli.Context) (err error) {
+	args, err := arguments(c, "CONTAINER")
+	if err != nil {
+		return err
+	}
+	target := c.String("push")
+	if target == "" {
+		return usagef("checkpoint: --push REF is missing: see thaw checkpoint --help")
+	}
+	if _, err := publish.ParseTarget(target); err != nil {
+		return usageError{err}
+	}
+	cfg, err := nodeConfig(c)
+	if err != nil {
+		return err
+	}
+	if err := useDockerConfig(cfg); err != nil {
+		return err
+	}
+	client, err := connect(c, cfg)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	container, err := dump.Find(c.Context, client, c.String("namespace"), args[0])
+	if err != nil {
+		return err
+	}
+	p := newProgress(c.App.ErrWriter, c.Bool("quiet"))
+	p.step("freezing %s (%s)", container.Name(), container.ID())
+	d, err := dump.Take(c.Context, client, container, dump.Options{
+		Dir:          c.String("dump-dir"),
+		LogDir:       c.String("log-dir"),
+		LeaveRunning: c.Bool("leave-running"),
+		Base:         c.String("base"),
+		CertsDir:     certsDir(c, cfg),
+	})
+	if err != nil {
+		return err
+	}
+	p.step("dumped in %s", d.Frozen.Round(time.Millisecond))
+	result, err := publish.Publish(c.Context, d.Source, publish.Target{
+		Reference: target, CertsDir: certsDir(c, cfg), Reuse: c.StringSlice("reuse"), Progress: p.published,
+	})
+	p.done()
+	if err := errors.Join(err, d.Done(c.Context, err == nil)); err != nil {
+		return err
+	}
+	summarize(p, result)
+	fmt.Fprintln(c.App.Writer, result.Reference)
+	return nil
+}
+
+func summarize(p *progress, r *publish.Result) {
+	m := r.Config.Memory
+	p.step("memory %s, of it %s zero and %s known; %s sent", size(m.Total), size(m.Zero), size(m.Reused), size(r.Uploaded))
+}
