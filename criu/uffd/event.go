@@ -81,3 +81,6 @@ func (b *Buffer) Event(i int) Event {
 	}
 	return e
 }
+
+// Len is the number of events that fit. A Read that returned fewer has read all.
+func (b *Buffer) Len() int { return batch }

@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package pager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"thaw.dev/thaw/criu/uffd"
+)
+
+// loop is what only the goroutine that serves faults touches.
+type loop struct {
+	spaces map[int32]*space // by descriptor
+	waits  map[Chunk]*wait
+	events uffd.Buffer
+	round  []fault // to be answered now
+	retry  []fault // to be answered when something has changed
+
+	spins      int           // since something had to be tried again
+	noMemory   time.Duration // when the kernel began to refuse, since started; 0: it does not
+	started    time.Time
+	background int // requests without demand under way
+	fills      []chan struct{}
+	restored   bool
+	stalled    bool      // background filling had to be put off
+	paused     bool      // background filling waits for a chunk
+	holdOff    time.Time // no background filling before
+	swept      int       // address spaces to have before the next look for dead ones
+}
+
+// fault is a page that a thread waits for.
+type fault struct {
+	*space
+	page uint64
+}
+
+// wait is a chunk that was asked for.
+type wait struct {
+	demand bool
+	faults []fault
+}
+
+const (
+	// maxNoMemory is how long the kernel may refuse memory. When a container is at
+	// its limit, its memory cgroup kills one of its processes before long.
+	maxNoMemory = 10 * time.Second
+	// maxSpins is how often a refused fill is tried at once, giving way to other
+	// threads, before a wait of a millisecond between the tries. The kernel
+	// does not tell when a change of mappings is over; it is as soon as the thread
+	// that made it runs again.
+	maxSpins = 64
+	// minSweep is the least number of address spaces at which dead ones are looked
+	// for without being asked.
+	minSweep = 16
+	// retryBackground is the pause after a background request that failed.
+	retryBackground = time.Second
+)
+
+func (l *loop) init(*Pager) {
+	l.spaces, l.waits, l.swept, l.started = map[int32]*space{}, map[Chunk]*wait{}, minSweep, time.Now()
+}
+
+// run serves until it fails or is told to end.
+func (p *Pager) run() {
+	err := p.serve()
+	if err == errClosing {
+		close(p.done)
+		return
+	}
+	err = fmt.Errorf("memory of the restored container cannot be served: %w", err)
+	p.mu.Lock()
+	p.failure = err
+	p.mu.Unlock()
+	close(p.done)
+	p.cancel()
+	if p.cfg.OnFatal != nil {
+		p.cfg.OnFatal(err)
+	}
+}
+
+func (p *Pager) serve() error {
+	l := &p.loop
+	ready := make([]unix.EpollEvent, 64)
+	for {
+		n, err := unix.EpollWait(p.epoll, ready, p.timeout())
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("epoll_wait: %w", err)
+		}
+		for _, e := range ready[:n] {
+			if e.Fd == int32(p.eventfd) {
+				err = p.messages()
+			} else if s := l.spaces[e.Fd]; s != nil {
+				err = p.drain(s)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		if err := p.answerAll(); err != nil {
+			return err
+		}
+		if len(l.spaces) >= l.swept {
+			p.sweepDead()
+		}
+		if len(l.retry) == 0 {
+			if err := p.fillSome(); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// timeout returns how long to wait for events, in milliseconds.
+func (p *Pager) timeout() int {
+	l := &p.loop
+	switch {
+	case len(l.retry) > 0 || l.stalled:
+		l.spins++
+		if l.spins > maxSpins {
+			return 1
+		}
+		unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
+		runtime.Gosched()
+		return 0
+	case l.filling() && !l.paused:
+		l.spins = 0
+		if wait := time.Until(l.holdOff); wait > 0 {
+			return int(wait/time.Millisecond) + 1
+		}
+		return 0
+	}
+	l.spins = 0
+	return -1
+}
+
+func (l *loop) filling() bool { return l.restored && len(l.fills) > 0 && len(l.spaces) > 0 }
+
+// messages takes what other goroutines left.
+func (p *Pager) messages() error {
+	l := &p.loop
+	var b [8]byte
+	unix.Read(p.eventfd, b[:]) // EAGAIN: taken before
+	p.mu.Lock()
+	incoming, landed, sweep, closing := p.incoming, p.landed, p.sweep, p.closing
+	restored := p.restored && !l.restored
+	l.restored = p.restored
+	l.fills = append(l.fills, p.fills...)
+	p.incoming, p.landed, p.fills, p.sweep = nil, nil, nil, false
+	for _, s := range incoming { // before anything can fail: Close must find them
+		p.keep(s)
+	}
+	p.mu.Unlock()
+	if closing {
+		return errClosing
+	}
+	l.paused = false
+	for _, s := range incoming {
+		if err := p.follow(s); err != nil {
+			return err
+		}
+	}
+	for _, r := range landed {
+		if err := p.land(r); err != nil {
+			return err
+		}
+	}
+	if sweep {
+		p.sweepDead()
+	}
+	if restored {
+		for _, s := range l.spaces {
+			p.letGoIfComplete(s)
+		}
+	}
+	p.tellFilled()
+	return nil
+}
+
+// keep notes an address space, so that its descriptor is closed some day.
+func (p *Pager) keep(s *space) {
+	p.loop.spaces[int32(s.fd)] = s
+	p.live.Add(1)
+}
+
+// follow begins to read an address space's events.
+func (p *Pager) follow(s *space) error {
+	if err := p.watch(int(s.fd)); err != nil {
+		return fmt.Errorf("userfaultfd of task %d: %w", s.pid, err)
+	}
+	return nil
+}
+
+// sweepDead lets go of address spaces that have ended. Not to be called while
+// events are applied.
+func (p *Pager) sweepDead() {
+	for _, s := range p.loop.spaces {
+		if !s.fd.Alive() {
+			p.drop(s)
+		}
+	}
+	// The next time by itself when there are twice as many, so that a storm of
+	// forks costs a constant number of looks for each.
+	p.loop.swept = max(minSweep, 2*len(p.loop.spaces))
+}
+
+// drop ends the following of an address space that has ended or wants nothing.
+func (p *Pager) drop(s *space) {
+	if s.gone {
+		return
+	}
+	s.gone = true
+	delete(p.loop.spaces, int32(s.fd))
+	p.account(s, s.wanted.pages)
+	s.wanted, s.pending = ranges{}, nil
+	p.live.Add(-1)
+	p.letGo(s)
+	p.tellFilled()
+}
+
+// letGoIfComplete lets go of an address space that wants nothing. All that is
+// missing in it is zero, which is what the kernel gives without a handler.
+func (p *Pager) letGoIfComplete(s *space) {
+	if p.loop.restored && !s.gone && s.wanted.pages == 0 {
+		p.drop(s)
+	}
+}
+
+// tellFilled ends the Fill calls when there is nothing more to fill.
+func (p *Pager) tellFilled() {
+	l := &p.loop
+	if !l.restored || len(l.spaces) > 0 {
+		return
+	}
+	for _, c := range l.fills {
+		close(c)
+	}
+	l.fills = nil
+}
+
+// land handles the answer to a request.
+func (p *Pager) land(r landing) error {
+	l := &p.loop
+	if !r.demand {
+		l.background--
+	}
+	w := l.waits[r.Chunk]
+	if w == nil {
+		return nil
+	}
+	present := p.stores[r.Blob].present(int(r.Chunk.Chunk))
+	if r.err == nil && !present {
+		return fmt.Errorf("chunk %d of blob %d was reported as fetched but is not marked in the page store: restart thaw-snapshotter", r.Chunk.Chunk, r.Blob)
+	}
+	if !present {
+		if w.demand && !r.demand {
+			return nil // the request that faults wait for is still under way
+		}
+		if r.demand && anyAlive(w.faults) {
+			if errors.Is(r.err, context.Canceled) && p.ctx.Err() != nil {
+				return errClosing
+			}
+			return fmt.Errorf("chunk %d of blob %d: %w", r.Chunk.Chunk, r.Blob, r.err)
+		}
+		// Nobody waits. The background filling asks again, but not at once: the
+		// registry may be down for long, and a fault will ask for itself.
+		l.holdOff = time.Now().Add(retryBackground)
+		delete(l.waits, r.Chunk)
+		return nil
+	}
+	l.round = append(l.round, w.faults...)
+	delete(l.waits, r.Chunk)
+	return nil
+}
+
+// anyAlive tells whether some thread still waits.
+func anyAlive(faults []fault) bool {
+	for _, f := range faults {
+		if _, ok := f.pending[f.page]; ok && !f.gone && f.fd.Alive() {
+			return true
+		}
+	}
+	return false
+}
+
+// answerAll answers the faults at hand.
+func (p *Pager) answerAll() error {
+	l := &p.loop
+	l.round = append(l.round, l.retry...)
+	l.retry = l.retry[:0]
+	for i := 0; i < len(l.round); i++ { // it grows when events are read
+		f := l.round[i]
+		if err := p.answerOne(f); err != nil {
+			return err
+		}
+		if !f.gone {
+			p.letGoIfComplete(f.space)
+		}
+	}
+	clear(l.round)
+	l.round = l.round[:0]
+	return nil
+}
+
+func (p *Pager) answerOne(f fault) error {
+	l := &p.loop
+	for try := 0; ; try++ {
+		if _, ok := f.pending[f.page]; !ok || f.gone {
+			return nil // answered together with another one
+		}
+		switch err := p.answer(f.space, f.page); err {
+		case nil:
+			return nil
+		case unix.ESRCH:
+			p.drop(f.space)
+			return nil
+		case unix.EAGAIN:
+			if try > 0 {
+				l.retry = append(l.retry, f)
+				return nil
+			}
+			if err := p.drain(f.space); err != nil {
+				return err
+			}
+		case unix.ENOMEM:
+			return p.outOfMemory(f)
+		default:
+			return err
+		}
+	}
+}
+
+// outOfMemory puts a fault off. The limit of a memory cgroup is enforced by a
+// kill inside it, which ends the waiting.
+func (p *Pager) outOfMemory(f fault) error {
+	l := &p.loop
+	now := max(time.Since(l.started), 1)
+	if l.noMemory == 0 {
+		l.noMemory = now
+	}
+	if now-l.noMemory > maxNoMemory {
+		return fmt.Errorf("no memory for pages of task %d in %v (%w): raise the container's memory limit", f.pid, maxNoMemory, unix.ENOMEM)
+	}
+	l.spins = maxSpins
+	l.retry = append(l.retry, f)
+	return nil
+}
+
+// fillSome does one step of the background filling.
+func (p *Pager) fillSome() error {
+	l := &p.loop
+	l.stalled = false
+	if !l.filling() || l.paused || time.Now().Before(l.holdOff) {
+		return nil
+	}
+	for _, s := range l.spaces {
+		more, err := p.fillNext(s)
+		switch err {
+		case nil:
+		case unix.ESRCH:
+			p.drop(s)
+			return nil
+		case unix.EAGAIN, unix.ENOMEM: // at the limit the program comes first
+			l.stalled = true
+			if err == unix.ENOMEM {
+				l.spins = maxSpins
+			}
+			return p.drain(s)
+		default:
+			return err
+		}
+		p.letGoIfComplete(s)
+		if more {
+			return nil
+		}
+	}
+	l.paused = true
+	return nil
+}
