@@ -111,10 +111,13 @@ func (f *frames) decode(m proto.Message) error {
 	if err := (proto.UnmarshalOptions{AllowPartial: true}).Unmarshal(p, m); err != nil {
 		return f.errorf("message %d: %v", f.n-1, err)
 	}
+	if u := unknownFields(m.ProtoReflect(), nil); len(u) > 0 {
+		return f.errorf("has %s, which this thaw does not know: it was written by a newer CRIU, use a newer thaw", u[0])
+	}
 	return nil
 }
 
-// open returns the messages of a file, nil if there is no such file.
+// frames returns the messages of a file, nil if there is no such file.
 func (d *Dir) frames(name string, magic uint32) (*frames, error) {
 	in, err := d.read(name)
 	if in == nil || err != nil {

@@ -54,18 +54,18 @@ func varints(m proto.Message, field protowire.Number) ([]uint64, error) {
 	return out, nil
 }
 
-// UnknownField is a field that this package does not know, in a message that
+// unknownField is a field that this package does not know, in a message that
 // it reads.
-type UnknownField struct {
+type unknownField struct {
 	Message string // the message's name, e.g. creds_entry
 	Field   int32
 }
 
-func (u UnknownField) String() string { return fmt.Sprintf("field %d of %s", u.Field, u.Message) }
+func (u unknownField) String() string { return fmt.Sprintf("field %d of %s", u.Field, u.Message) }
 
 // known are the fields that go-criu's types lack and that are read here, or that
 // restore only what every process may set for itself.
-var known = map[UnknownField]bool{
+var known = map[unknownField]bool{
 	{"creds_entry", credsNoNewPrivs}: true,
 	{"creds_entry", credsAmbient}:    true,
 	{"inventory_entry", 12}:          true, // plugins_entry, read by readInventory
@@ -73,21 +73,19 @@ var known = map[UnknownField]bool{
 	{"inventory_entry", 14}:          true, // allow_uprobes
 	{"task_core_entry", 22}:          true, // membarrier registrations
 	{"user_x86_xsave_entry", 9}:      true, // shadow stack registers
-	{"user_aarch64_gpregs_entry", 5}: true, // pac_keys; the number is unused in go-criu's type
 	{"thread_info_aarch64", 5}:       true, // pac_keys
 	{"mm_entry", 17}:                 true, // transparent huge pages switched off
 	{"memfd_inode_entry", 9}:         true, // mode
 	{"ip_opts_entry", 6}:             true, // type of service
 	{"ip_opts_entry", 7}:             true, // time to live
 	{"inet_sk_entry", 20}:            true, // TCP options
-	{"tcp_stream_entry", 18}:         true, // TCP options
 	{"file_entry", 22}:               true, // pidfd
 	{"netns_entry", 10}:              true, // sysctls of an own network namespace
 }
 
 // unknownFields returns the fields in m and the messages in it that nothing here
 // accounts for, at most a few.
-func unknownFields(m protoreflect.Message, out []UnknownField) []UnknownField {
+func unknownFields(m protoreflect.Message, out []unknownField) []unknownField {
 	const enough = 4
 	in := []byte(m.GetUnknown())
 	for len(in) > 0 && len(out) < enough {
@@ -100,7 +98,7 @@ func unknownFields(m protoreflect.Message, out []UnknownField) []UnknownField {
 			break
 		}
 		in = in[n+k:]
-		u := UnknownField{Message: string(m.Descriptor().Name()), Field: int32(num)}
+		u := unknownField{Message: string(m.Descriptor().Name()), Field: int32(num)}
 		// A known field's number among the unknown ones is an enumeration value
 		// that the type does not have; whoever reads the field judges that.
 		if m.Descriptor().Fields().ByNumber(num) == nil && !known[u] {

@@ -50,3 +50,25 @@ func (d *Dir) Filters() ([]Filter, error) {
 	}
 	return out, nil
 }
+
+// filterTSYNC makes the kernel put all threads of the process under the filter
+// (linux/seccomp.h).
+const filterTSYNC = 1 << 0
+
+// SeccompOf returns the mode that thread i of the task will be in after a
+// restore, and the innermost filter's index in filters. Threads that share their
+// leader's filters are recorded without any: restoring the leader's puts the
+// others under them, too (CRIU, criu/seccomp.c).
+func (t *Task) SeccompOf(i int, filters []Filter) (SeccompMode, uint32) {
+	th := &t.Threads[i]
+	leader := &t.Threads[0]
+	if i == 0 || th.Seccomp != SeccompDisabled || leader.Seccomp != SeccompFilter {
+		return th.Seccomp, th.Filter
+	}
+	for n := int(leader.Filter); n >= 0; n = filters[n].Prev {
+		if n >= len(filters) || filters[n].Flags&filterTSYNC == 0 {
+			return SeccompDisabled, 0
+		}
+	}
+	return SeccompFilter, leader.Filter
+}

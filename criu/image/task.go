@@ -170,6 +170,10 @@ func (d *Dir) task(e *pstree.PstreeEntry) (Task, error) {
 	default:
 		return t, fmt.Errorf("%w: core-%d.img has unknown task state %d", ErrFormat, t.PID, t.State)
 	}
+	// CRIU lets these, of images before 3.9, override what the threads say.
+	if tc.OldSeccompMode != nil || tc.OldSeccompFilter != nil {
+		return t, fmt.Errorf("%w: core-%d.img has a seccomp mode for the whole process: dump with CRIU 4.1 or later", ErrFormat, t.PID)
+	}
 	if t.IDs, err = d.ids(t.PID, c.GetIds()); err != nil {
 		return t, err
 	}

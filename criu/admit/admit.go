@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package admit decides whether CRIU's images may run as a container with a
+// given OCI spec.
+//
+// A restore takes users, capabilities, seccomp, no_new_privs, security labels
+// and mounts from the images; runc applies none of the spec's. So everything that
+// an image brings along is compared with the spec first, and a restore is refused
+// unless the spec grants it. What the images have less of than the spec allows is
+// no reason to refuse.
+//
+// The measure is what a cold start under the same spec could have come to: a
+// process that starts as root with CAP_SETUID may have children with any uid, one
+// that starts without may not. In one point the rule is stricter: where the spec's
+// user is not root, a task that came to another uid through a set-user-ID program
+// is refused, because "the pod does not run as root" is what such a spec is for.
+//
+// What is not compared: the content of seccomp filters (only that there is one),
+// and limits that the spec leaves to the runtime.
+package admit
+
+import (
+	"fmt"
+	"os"
+	"path"
+	"strconv"
+	"strings"
+
+	"github.com/containerd/errdefs"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"thaw.dev/thaw/criu/image"
+)
+
+// Difference is one thing that the images have and the spec does not grant.
+type Difference struct {
+	Field  string // e.g. "bounding capabilities"
+	Task   string // `task 1 (python3)`; "" if it is not about one task
+	Image  string // what the images have
+	Spec   string // what the spec has
+	Remedy string
+}
+
+func (d Difference) String() string {
+	var b strings.Builder
+	if d.Task != "" {
+		b.WriteString(d.Task + ": ")
+	}
+	fmt.Fprintf(&b, "%s: the checkpoint has %s, the pod's spec has %s", d.Field, d.Image, d.Spec)
+	if d.Remedy != "" {
+		b.WriteString("; " + d.Remedy)
+	}
+	return b.String()
+}
+
+// maxShown is how many differences an error's text names.
+const maxShown = 3
+
+// maxDifferences bounds the differences that are collected: one bad field in a
+// thousand tasks is one mistake.
+const maxDifferences = 16
+
+// Refusal is the error of Check: the first differences that were found. It is an
+// errdefs.ErrFailedPrecondition.
+type Refusal struct {
+	Differences []Difference
+}
+
+func (r *Refusal) Error() string {
+	var b strings.Builder
+	b.WriteString("the checkpoint may not run in this pod: ")
+	for i, d := range r.Differences {
+		if i == maxShown {
+			fmt.Fprintf(&b, " (and %d more)", len(r.Differences)-i)
+			break
+		}
+		if i > 0 {
+			b.WriteString(" | ")
+		}
+		b.WriteString(d.String())
+	}
+	return b.String()
+}
+
+// Is makes errors.Is recognise the class.
+func (r *Refusal) Is(target error) bool { return target == errdefs.ErrFailedPrecondition }
+
+// Options are what a check needs to know of the node. The zero value is right
+// for a check that does not have the container's root filesystem.
+type Options struct {
+	// Rootfs is the container's root filesystem on this node. With it, mount
+	// destinations are resolved through the links in it, as the runtime does
+	// before it names mounts to CRIU. Without it a destination and a mount of the
+	// same path without /var match for /var/run only.
+	Rootfs string
+	// Exists reports whether a path below /proc or /sys is there on this node:
+	// the runtime masks only paths that are. nil stands for this process's own.
+	Exists func(path string) bool
+}
+
+// Check compares images with the spec of the container that they are to run in.
+// It returns nil, a *Refusal, or an error of package image if the images are
+// damaged. It reads no memory pages and takes a time in proportion to the number
+// of tasks, mounts and files.
+func Check(d *image.Dir, spec *specs.Spec, opts Options) error {
+	if spec.Process == nil || spec.Linux == nil || spec.Root == nil {
+		return fmt.Errorf("the spec has no process, root or linux section: %w", errdefs.ErrInvalidArgument)
+	}
+	if opts.Exists == nil {
+		opts.Exists = func(p string) bool {
+			_, err := os.Lstat(p)
+			return err == nil
+		}
+	}
+	c := &check{dir: d, spec: spec, opts: opts}
+	// Names first: nothing else is read from a directory with strangers in it.
+	if err := c.names(); err != nil {
+		return err
+	}
+	if len(c.found) > 0 {
+		return &Refusal{c.found}
+	}
+	var err error
+	if c.inventory, err = d.Inventory(); err != nil {
+		return err
+	}
+	if c.tasks, err = d.Tasks(); err != nil {
+		return err
+	}
+	for _, theme := range []func() error{
+		c.dump, c.namespaces, c.identities, c.capabilities, c.confinement, c.limits,
+		c.mounts, c.files, c.ghosts, c.archives, c.cgroups, c.memory,
+	} {
+		if err := theme(); err != nil {
+			return err
+		}
+	}
+	if len(c.found) > 0 {
+		return &Refusal{c.found}
+	}
+	return nil
+}
+
+// check is one run of Check.
+type check struct {
+	dir       *image.Dir
+	spec      *specs.Spec
+	opts      Options
+	inventory *image.Inventory
+	tasks     []image.Task
+	found     []Difference
+}
+
+func (c *check) refuse(d Difference) {
+	if len(c.found) < maxDifferences {
+		c.found = append(c.found, d)
+	}
+}
+
+// threads calls f for each thread of each task that was alive.
+func (c *check) threads(f func(t *image.Task, i int)) {
+	for i := range c.tasks {
+		t := &c.tasks[i]
+		for j := range t.Threads {
+			f(t, j)
+		}
+	}
+}
+
+// name names a thread in messages.
+func name(t *image.Task, i int) string {
+	if i == 0 {
+		return fmt.Sprintf("task %d (%s)", t.PID, quote(t.Comm))
+	}
+	return fmt.Sprintf("thread %d of task %d (%s)", t.Threads[i].TID, t.PID, quote(t.Comm))
+}
+
+// quote makes a string from an image safe and short enough for a message: no
+// control characters, no line breaks, nothing that a terminal would obey.
+func quote(s string) string {
+	const most = 128
+	if len(s) > most {
+		s = s[:most] + "..."
+	}
+	return strings.Trim(strconv.QuoteToASCII(s), `"`)
+}
+
+// inside reports whether p is an absolute path in its shortest form.
+func inside(p string) bool {
+	return strings.HasPrefix(p, "/") && path.Clean(p) == p && !strings.ContainsRune(p, 0)
+}

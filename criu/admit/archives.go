@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package admit
+
+import (
+	"archive/tar"
+	"compress/gzip"
+	"errors"
+	"fmt"
+	"io"
+	"path"
+	"strings"
+
+	"thaw.dev/thaw/criu/image"
+)
+
+// Bounds of the content of all tmpfs mounts together. CRIU unpacks them into
+// memory.
+const (
+	maxArchiveSize    = 16 << 30
+	maxArchiveEntries = 1 << 20
+)
+
+// archives checks the content of tmpfs mounts, which CRIU has the host's tar
+// unpack as root.
+func (c *check) archives() error {
+	budget := int64(maxArchiveSize)
+	for _, f := range c.dir.Files() {
+		if f.Kind != image.Archive {
+			continue
+		}
+		if err := c.archive(f.Name, &budget); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (c *check) archive(file string, budget *int64) error {
+	f, err := c.dir.Open(file)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	damaged := func(err error) error { return fmt.Errorf("%w: %s: %w", image.ErrFormat, file, err) }
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		return damaged(err)
+	}
+	// The reader stops one byte behind the budget, so that the sum is known to be over.
+	limited := &io.LimitedReader{R: z, N: *budget + 1}
+	r := tar.NewReader(limited)
+	links := make(map[string]bool)
+	entries := 0
+	for ; ; entries++ {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if limited.N == 0 || entries == maxArchiveEntries {
+			return fmt.Errorf("%w: tmpfs archives unpack to more than %d bytes or %d files", image.ErrFormat, int64(maxArchiveSize), maxArchiveEntries)
+		}
+		if err != nil {
+			return damaged(err)
+		}
+		c.archived(file, h, links)
+	}
+	*budget = limited.N - 1
+	return nil
+}
+
+// archived checks one entry. links are the symbolic links so far: nothing may be
+// unpacked through one.
+func (c *check) archived(file string, h *tar.Header, links map[string]bool) {
+	name := path.Clean(h.Name)
+	bad := func(what string) {
+		c.refuse(Difference{
+			Field: "tmpfs content", Image: fmt.Sprintf("%s (%s in %s)", what, quote(h.Name), file), Spec: "files inside the mount",
+			Remedy: "make the checkpoint from a container without it",
+		})
+	}
+	if path.IsAbs(name) || name == ".." || strings.HasPrefix(name, "../") || strings.ContainsRune(h.Name, 0) {
+		bad("a path that leads out of it")
+		return
+	}
+	for dir := path.Dir(name); dir != "."; dir = path.Dir(dir) {
+		if links[dir] {
+			bad("a path through a link")
+			return
+		}
+	}
+	switch h.Typeflag {
+	case tar.TypeReg, tar.TypeDir, tar.TypeFifo, tar.TypeGNUSparse:
+	case tar.TypeSymlink:
+		links[name] = true
+	case tar.TypeLink:
+		if t := path.Clean(h.Linkname); path.IsAbs(t) || t == ".." || strings.HasPrefix(t, "../") {
+			bad("a hard link that leads out of it")
+		}
+	case tar.TypeChar, tar.TypeBlock:
+		if !c.deviceNumber(h) {
+			bad(fmt.Sprintf("device %d:%d", h.Devmajor, h.Devminor))
+		}
+	default:
+		bad(fmt.Sprintf("an entry of unknown type %q", h.Typeflag))
+	}
+}
+
+// deviceNumber reports whether the container has a device of that number.
+func (c *check) deviceNumber(h *tar.Header) bool {
+	typ := "c"
+	if h.Typeflag == tar.TypeBlock {
+		typ = "b"
+	}
+	for _, d := range defaultDevices {
+		if d.Type == typ && d.Major == h.Devmajor && d.Minor == h.Devminor {
+			return true
+		}
+	}
+	for _, d := range c.spec.Linux.Devices {
+		t := d.Type
+		if t == "u" {
+			t = "c"
+		}
+		if t == typ && d.Major == h.Devmajor && d.Minor == h.Devminor {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package admit
+
+import (
+	"fmt"
+	"slices"
+
+	"thaw.dev/thaw/criu/image"
+)
+
+// identities compares users and groups.
+func (c *check) identities() error {
+	u := c.spec.Process.User
+	anyUser, anyGroup := c.maySet(capSetUID), c.maySet(capSetGID)
+	groups := append([]uint32{u.GID}, u.AdditionalGids...)
+	remedy := fmt.Sprintf("restore in a pod with the checkpoint's user (securityContext.runAsUser, runAsGroup, supplementalGroups), or make the checkpoint from one with user %d", u.UID)
+	c.threads(func(t *image.Task, i int) {
+		creds := &t.Threads[i].Creds
+		for _, id := range creds.UIDs() {
+			if id != u.UID && !anyUser {
+				c.refuse(Difference{Field: "uid", Task: name(t, i), Image: fmt.Sprint(id), Spec: fmt.Sprint(u.UID), Remedy: remedy})
+			}
+		}
+		if anyGroup {
+			return
+		}
+		for _, id := range creds.GIDs() {
+			if !slices.Contains(groups, id) {
+				c.refuse(Difference{Field: "gid", Task: name(t, i), Image: fmt.Sprint(id), Spec: fmt.Sprint(groups), Remedy: remedy})
+			}
+		}
+		for _, id := range creds.Groups {
+			if !slices.Contains(groups, id) {
+				c.refuse(Difference{Field: "supplementary group", Task: name(t, i), Image: fmt.Sprint(id), Spec: fmt.Sprint(groups), Remedy: remedy})
+			}
+		}
+	})
+	return nil
+}
+
+// maySet reports whether the container's first process, as the spec starts it,
+// can use a capability without executing a privileged file: root has what is
+// permitted within the bounding set, others only what is ambient.
+func (c *check) maySet(capability int) bool {
+	g := c.grants()
+	if c.spec.Process.User.UID == 0 {
+		return (g.permitted|g.bounding)&g.bounding&(1<<capability) != 0
+	}
+	return g.ambient&(1<<capability) != 0
+}

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package admit
+
+import (
+	"fmt"
+
+	"thaw.dev/thaw/criu/image"
+)
+
+// limitNames are the resource limits by their number (asm-generic/resource.h).
+var limitNames = []string{
+	"RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_DATA", "RLIMIT_STACK", "RLIMIT_CORE", "RLIMIT_RSS", "RLIMIT_NPROC", "RLIMIT_NOFILE",
+	"RLIMIT_MEMLOCK", "RLIMIT_AS", "RLIMIT_LOCKS", "RLIMIT_SIGPENDING", "RLIMIT_MSGQUEUE", "RLIMIT_NICE", "RLIMIT_RTPRIO", "RLIMIT_RTTIME",
+}
+
+// limits compares the resource limits that the spec sets. Those that it does not
+// set are the runtime's own and are left alone.
+func (c *check) limits() error {
+	for i := range c.tasks {
+		t := &c.tasks[i]
+		if len(t.Limits) > len(limitNames) {
+			return fmt.Errorf("%w: core-%d.img has %d resource limits", image.ErrFormat, t.PID, len(t.Limits))
+		}
+		for n, l := range t.Limits {
+			for _, want := range c.spec.Process.Rlimits {
+				if want.Type == limitNames[n] && l.Hard > want.Hard {
+					c.refuse(Difference{
+						Field: want.Type, Task: name(t, 0), Image: fmt.Sprint(l.Hard), Spec: fmt.Sprint(want.Hard),
+						Remedy: "make the checkpoint from a container with the same limits",
+					})
+				}
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package admit
+
+import (
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"thaw.dev/thaw/criu/image"
+)
+
+// kernelTypes are the filesystems that runc mounts itself in every container;
+// CRIU mounts them anew from what the images say. Any other type would let an
+// image choose a source on the host.
+var kernelTypes = map[string]bool{
+	"proc": true, "sysfs": true, "tmpfs": true, "devpts": true, "mqueue": true, "cgroup": true, "cgroup2": true,
+}
+
+const rootMountpoint = "/"
+
+func (c *check) mounts() error {
+	all, err := c.dir.Mounts()
+	if err != nil {
+		return err
+	}
+	if len(all) == 0 {
+		return fmt.Errorf("%w: no mounts in the images", image.ErrFormat)
+	}
+	want := c.destinations()
+	at := make(map[string]image.Mount) // the last one at a place hides the others
+	for i := range all {
+		m := &all[i]
+		if !inside(m.Mountpoint) || m.Deleted {
+			c.refuse(Difference{Field: "mount", Image: quote(m.Mountpoint), Spec: "mounts inside the container's root", Remedy: "make the checkpoint from an ordinary container"})
+			continue
+		}
+		at[m.Mountpoint] = *m
+		switch {
+		case m.Plugin:
+			c.refuse(Difference{Field: "mount", Image: quote(m.Mountpoint) + ", restored by a CRIU plugin", Spec: "no such mount", Remedy: "make the checkpoint from a container without it"})
+		case m.Mountpoint == rootMountpoint:
+			c.flags(m, "/", c.spec.Root.Readonly, nil)
+		case m.External && m.ExternalKey == image.MaskedFile:
+			if len(c.spec.Linux.MaskedPaths) == 0 {
+				c.refuse(Difference{
+					Field: "masked path", Image: quote(m.Mountpoint), Spec: "no masked paths",
+					Remedy: "restore in a pod that is not privileged and has no procMount: Unmasked",
+				})
+			}
+		case m.External:
+			c.external(m, want)
+		default:
+			c.internal(m, want)
+		}
+	}
+	c.hidden(at)
+	return nil
+}
+
+// destinations are the spec's mounts by the place where they end up.
+func (c *check) destinations() map[string]specs.Mount {
+	out := make(map[string]specs.Mount)
+	for _, m := range c.spec.Mounts {
+		if c.opts.Rootfs == "" {
+			out[path.Clean("/"+m.Destination)] = m
+		}
+		out[c.resolve(m.Destination)] = m
+	}
+	return out
+}
+
+// external checks a mount whose content the restore is given: runc gives CRIU
+// those of the spec under the name of their destination.
+func (c *check) external(m *image.Mount, want map[string]specs.Mount) {
+	key := m.ExternalKey
+	if key != m.Mountpoint {
+		c.refuse(Difference{
+			Field: "external mount", Image: fmt.Sprintf("%s at %s", quote(key), quote(m.Mountpoint)), Spec: "each mount at its own destination",
+			Remedy: "make the checkpoint with runc or containerd",
+		})
+		return
+	}
+	if s, ok := want[key]; ok && bind(s) {
+		c.flags(m, key, has(s, "ro", "rro"), s.Options)
+		return
+	}
+	// cgroup v1: each controller is an external mount below the spec's one.
+	if s, ok := want[path.Dir(key)]; ok && s.Type == "cgroup" {
+		c.flags(m, key, has(s, "ro", "rro"), s.Options)
+		return
+	}
+	for _, d := range c.spec.Linux.Devices {
+		if d.Path == key {
+			return
+		}
+	}
+	c.refuse(Difference{
+		Field: "external mount", Image: quote(key), Spec: "no mount there",
+		Remedy: "add a volume with this mountPath to the pod",
+	})
+}
+
+// internal checks a mount that CRIU makes itself.
+func (c *check) internal(m *image.Mount, want map[string]specs.Mount) {
+	if !kernelTypes[m.Type] {
+		c.refuse(Difference{
+			Field: "mount", Image: fmt.Sprintf("a filesystem of type %s at %s", quote(m.Type), quote(m.Mountpoint)), Spec: "no such mount",
+			Remedy: "make the checkpoint from a container that mounts nothing itself",
+		})
+		return
+	}
+	if s, ok := want[m.Mountpoint]; ok && !bind(s) && (s.Type == m.Type || s.Type == "cgroup" && (m.Type == "tmpfs" || m.Type == "cgroup2")) {
+		// The tmpfs of cgroup v1 only carries the controllers' mounts; those are
+		// read-only, it is not.
+		carrier := s.Type == "cgroup" && m.Type == "tmpfs"
+		c.flags(m, m.Mountpoint, has(s, "ro", "rro") && !carrier, s.Options)
+		return
+	}
+	// What hides or locks a part of /proc or /sys takes nothing but rights away.
+	if m.Flags&unix.MS_RDONLY != 0 && (below(m.Mountpoint, "/proc") || below(m.Mountpoint, "/sys")) {
+		return
+	}
+	c.refuse(Difference{
+		Field: "mount", Image: fmt.Sprintf("%s at %s", quote(m.Type), quote(m.Mountpoint)), Spec: "no such mount",
+		Remedy: "make the checkpoint from a container that mounts nothing itself, or give the pod this mount",
+	})
+}
+
+// flags refuses a mount that allows more than the spec's.
+func (c *check) flags(m *image.Mount, at string, readonly bool, options []string) {
+	for _, f := range []struct {
+		name string
+		flag uint32
+		must bool
+	}{
+		{"read-only", unix.MS_RDONLY, readonly},
+		{"nosuid", unix.MS_NOSUID, slices.Contains(options, "nosuid")},
+		{"nodev", unix.MS_NODEV, slices.Contains(options, "nodev")},
+		{"noexec", unix.MS_NOEXEC, slices.Contains(options, "noexec")},
+	} {
+		if f.must && m.Flags&f.flag == 0 {
+			c.refuse(Difference{
+				Field: "mount " + quote(at), Image: "a mount that is not " + f.name, Spec: f.name,
+				Remedy: "make the checkpoint from a container that mounts it " + f.name,
+			})
+		}
+	}
+}
+
+// hidden checks that what the spec masks or makes read-only is so in the images.
+func (c *check) hidden(at map[string]image.Mount) {
+	for _, p := range c.spec.Linux.MaskedPaths {
+		m, ok := at[p]
+		masked := ok && (m.ExternalKey == image.MaskedFile || m.Type == "tmpfs" && m.Flags&unix.MS_RDONLY != 0)
+		if !masked && c.opts.Exists(p) {
+			c.refuse(Difference{Field: "masked path", Image: quote(p) + " open", Spec: "it masked", Remedy: "make the checkpoint from a container that is not privileged, on a node with the same kernel"})
+		}
+	}
+	for _, p := range c.spec.Linux.ReadonlyPaths {
+		m, ok := at[p]
+		if !(ok && m.Flags&unix.MS_RDONLY != 0) && c.opts.Exists(p) {
+			c.refuse(Difference{Field: "read-only path", Image: quote(p) + " writable", Spec: "it read-only", Remedy: "make the checkpoint from a container that is not privileged, on a node with the same kernel"})
+		}
+	}
+}
+
+func bind(m specs.Mount) bool { return m.Type == "bind" || has(m, "bind", "rbind") }
+
+func has(m specs.Mount, options ...string) bool {
+	return slices.ContainsFunc(m.Options, func(o string) bool { return slices.Contains(options, o) })
+}
+
+func below(p, dir string) bool { return strings.HasPrefix(p, dir+"/") }
