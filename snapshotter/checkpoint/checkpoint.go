@@ -46,6 +46,10 @@ const (
 	// the container that was dumped.
 	AnnotationName = Prefix + "container-name"
 
+	// SpecFile is the name in the state of the runtime spec (config.json) that
+	// the container had. All other files there are CRIU's and runc's.
+	SpecFile = "spec.dump"
+
 	// MaxConfigSize bounds the config in bytes.
 	MaxConfigSize = 4 << 20
 	// MaxStateSize bounds the compressed state layer in bytes.

@@ -12,10 +12,8 @@ import (
 	"github.com/klauspost/compress/zstd"
 
 	"thaw.dev/thaw/criu/image"
+	"thaw.dev/thaw/snapshotter/checkpoint"
 )
-
-// specFile is the name of the container's runtime spec in the state.
-const specFile = "spec.dump"
 
 // stateFile is a file of the state.
 type stateFile struct {
@@ -31,7 +29,7 @@ func stateFiles(images *image.Dir, maps []*image.Pagemap, spec []byte) ([]stateF
 	for _, m := range maps {
 		pages[m.File()] = m
 	}
-	out := []stateFile{{specFile, int64(len(spec)), func(w io.Writer) error {
+	out := []stateFile{{checkpoint.SpecFile, int64(len(spec)), func(w io.Writer) error {
 		_, err := io.Copy(w, bytes.NewReader(spec))
 		return err
 	}}}

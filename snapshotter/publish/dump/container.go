@@ -24,6 +24,7 @@ const (
 	labelKind        = "io.cri-containerd.kind"
 	labelName        = "io.kubernetes.container.name"
 	labelNerdctlName = "nerdctl/name"
+	annotationName   = "io.kubernetes.cri.container-name"
 	annotationImage  = "io.kubernetes.cri.image-name"
 	namespaceKubelet = "k8s.io"
 	namespaceUsual   = "default"
@@ -44,8 +45,8 @@ func (c *Container) ID() string { return c.info.ID }
 
 // Name is what people call the container.
 func (c *Container) Name() string {
-	for _, l := range []string{labelName, labelNerdctlName} {
-		if n := c.info.Labels[l]; n != "" {
+	for _, n := range []string{c.spec.Annotations[annotationName], c.info.Labels[labelName], c.info.Labels[labelNerdctlName]} {
+		if n != "" {
 			return n
 		}
 	}

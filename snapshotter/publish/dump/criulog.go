@@ -31,7 +31,8 @@ func scanLog(r io.Reader) (version, firstError string) {
 		if m := logVersion.FindStringSubmatch(s.Text()); m != nil && version == "" {
 			version = m[1]
 		}
-		if m := logError.FindStringSubmatch(s.Text()); m != nil {
+		// CRIU raises its own limit of open files and goes on if it may not.
+		if m := logError.FindStringSubmatch(s.Text()); m != nil && !strings.Contains(m[1], "RLIMIT_NOFILE for self") {
 			return version, strings.TrimSpace(m[1])
 		}
 	}
@@ -40,6 +41,7 @@ func scanLog(r io.Reader) (version, firstError string) {
 
 // remedies are for those errors of CRIU that the user can do something about.
 var remedies = []struct{ has, do string }{
+	{"Unsupported proto 262", "the program uses Multipath TCP, as Go programs do when they listen: start it with GODEBUG=multipathtcp=0 in its environment"},
 	{"Can't get rlimit", "containerd lacks CAP_SYS_RESOURCE, which CRIU needs for processes of other users"},
 	{"Unexpected rt vDSO area bounds", "this CRIU does not know this kernel: install CRIU 4.1 or later"},
 	{"No space left on device", "the tmpfs is full: enlarge it or name another with --dump-dir"},
