@@ -82,6 +82,12 @@ const hosts = `server = "http://%[1]s"
   capabilities = ["pull", "resolve"]
 `
 
+// crictlConfig has a timeout in seconds that allows for pulls and checkpoints; crictl's own is two.
+const crictlConfig = `runtime-endpoint: unix://%[1]s
+image-endpoint: unix://%[1]s
+timeout: 120
+`
+
 const daemonConfig = `# Written by the test stack.
 cache_dir = %q
 [containerd]
@@ -106,6 +112,7 @@ func (s *Stack) StartContainerd(ctx context.Context) error {
 		"/etc/containerd/config.toml":                                  config.String(),
 		"/etc/containerd/certs.d/" + s.Registry.Addr() + "/hosts.toml": fmt.Sprintf(hosts, s.Registry.Addr()),
 		"/etc/cni/net.d/10-stack.conflist":                             network,
+		"/etc/crictl.yaml":                                             fmt.Sprintf(crictlConfig, ContainerdSocket),
 	} {
 		if err := writeFile(path, content); err != nil {
 			return err

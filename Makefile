@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+#   make demo    the whole thing, on this machine: cold start, checkpoint, eager and lazy restore
+#   make test    all tests and the linters
+#   make bench   benchmarks into build/bench/results.json
+#   make up      the stack stays up for poking; make down ends it
+#
+# All of them need root and install what they need. Everything they make is below build/.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := build
+
+BIN := build/bin
+COMMANDS := containerd-shim-thaw-v1 thaw-snapshotter thaw
+# The daemon embeds libraries that need no cgo; without it all three run on any libc.
+export CGO_ENABLED ?= 0
+VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+LDFLAGS := -s -w
+
+# Fuzz targets run for a number of inputs, not for a time, so that the result does not hang on the machine's speed.
+FUZZ_COUNT ?= 20000x
+
+.PHONY: help deps build images test unit race fuzz e2e lint format demo bench up down clean
+
+help:
+	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
+
+deps:
+	@contrib/install-deps.sh
+
+build:
+	@echo "==> build: $(COMMANDS)"
+	@mkdir -p $(BIN)
+	@go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/ $(COMMANDS:%=./cmd/%)
+
+# The programs that tests checkpoint, and their root filesystem.
+images: deps
+	@go run ./test/workloads/build
+
+lint: deps
+	@echo "==> lint: go vet"
+	@go vet ./...
+	@echo "==> lint: staticcheck"
+	@$(BIN)/staticcheck ./...
+	@echo "==> lint: gofumpt"
+	@unformatted=$$(git ls-files -co --exclude-standard '*.go' | grep -v '\.pb\.go$$' | xargs $(BIN)/gofumpt -l); \
+		[ -z "$$unformatted" ] || { echo "not formatted (make format does it):"; echo "$$unformatted"; exit 1; }
+
+format: deps
+	@git ls-files -co --exclude-standard '*.go' | grep -v '\.pb\.go$$' | xargs $(BIN)/gofumpt -w
+
+# Packages that need no stack, with the race detector (which needs cgo).
+unit:
+	@echo "==> unit tests"
+	@CGO_ENABLED=1 go test -race -timeout 10m $$(go list ./... | grep -v /test/e2e)
+
+fuzz:
+	@contrib/fuzz.sh $(FUZZ_COUNT)
+
+e2e: deps build images
+	@echo "==> end-to-end tests"
+	@go test -count=1 -timeout 25m -v ./test/e2e | grep -Ev '^=== (RUN|PAUSE|CONT|NAME)'
+
+test: deps build images lint unit fuzz e2e
+
+demo: deps build images
+	@go run ./test/demo
+
+bench: deps build images
+	@go run ./test/bench
+
+up: deps build images
+	@go build -o $(BIN)/stack-up ./test/up
+	@$(BIN)/stack-up start
+
+down:
+	@[ ! -x $(BIN)/stack-up ] || $(BIN)/stack-up stop
+
+# What took long to fetch or compile stays: rm -rf build for all.
+clean: down
+	rm -rf build/stack build/bench build/workloads $(COMMANDS:%=$(BIN)/%)
