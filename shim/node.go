@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"sync"
 	"time"
 
@@ -34,6 +35,9 @@ func nodeAddress() string {
 	}
 	return defaultNodeAddress
 }
+
+// keeperAddress is the daemon's other socket, which lies beside the first.
+func keeperAddress(node string) string { return filepath.Join(filepath.Dir(node), "keeper.sock") }
 
 // restoreID names a restore. A container is restored at most once, so its own
 // name will do, and whoever cleans up after a shim can know it.

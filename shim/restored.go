@@ -35,6 +35,9 @@ const (
 	// CRIU reads it after the options that runc itself sets.
 	criuConfigAnnotation = "org.criu.config"
 
+	// logName is CRIU's log in its work directory.
+	logName = "restore.log"
+
 	// logFolder keeps CRIU's logs of restores that failed; the bundle with the
 	// originals goes when the container does.
 	logFolder = "/var/log/thaw"
@@ -65,7 +68,6 @@ type restored struct {
 	failOnce sync.Once
 	mu       sync.Mutex
 	failure  error  // why the container had to be killed
-	state    string // as in api.Status
 	closed   bool
 }
 
@@ -80,7 +82,6 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		service:  s,
 		cgroups:  cgroupDirs(spec, opts.SystemdCgroup),
 		started:  time.Now(),
-		state:    "preparing",
 	}
 	if name := spec.Annotations["io.kubernetes.cri.sandbox-name"]; name != "" {
 		c.pod = spec.Annotations["io.kubernetes.cri.sandbox-namespace"] + "/" + name
@@ -104,7 +105,11 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		return nil, err
 	}
 	prepared.ImagesDir = view
-	if err := os.WriteFile(c.config, criu.RestoreConfig(), 0o600); err != nil {
+	options, err := criu.RestoreOptions{LazyPages: true, LogFile: logName, Verbosity: 4}.Encode()
+	if err != nil {
+		return nil, err
+	}
+	if err := os.WriteFile(c.config, options, 0o600); err != nil {
 		return nil, err
 	}
 	if err := annotate(r.Bundle, spec, c.config); err != nil {
@@ -115,7 +120,8 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	if r.Options, err = typeurl.MarshalAnyToProto(opts); err != nil {
 		return nil, err
 	}
-	if c.keeper, err = keeper.Dial(ctx, keeper.Hello{RestoreID: prepared.RestoreId, Cgroups: c.cgroups}); err != nil {
+	who := keeper.Container{RestoreID: prepared.RestoreId, Cgroups: c.cgroups}
+	if c.keeper, err = keeper.Dial(keeperAddress(s.node.address), who); err != nil {
 		return nil, err
 	}
 	if c.pager, err = c.newPager(); err != nil {
@@ -166,15 +172,21 @@ func (c *restored) newPager() (*pager.Pager, error) {
 		Stores:   stores,
 		Fetcher:  fetcher{node: c.service.node, id: c.prepared.RestoreId},
 		Holder:   c.keeper,
-		Complete: c.prepared.Policy == "complete",
+		Policy:   pager.Policy(c.prepared.Policy),
 		OnFatal:  c.fail,
 	})
 }
 
+// handler passes what CRIU hands over to the fault handler.
+type handler struct{ *pager.Pager }
+
+func (h handler) Task(pid uint32, uffd int) error { return h.Add(pid, uffd) }
+func (h handler) Finished()                       { h.Restored() }
+
 // serve takes what CRIU hands over until the restore is complete.
 func (c *restored) serve(ctx context.Context) {
 	defer c.running.Done()
-	err := c.listener.Serve(ctx, c.pager)
+	err := c.listener.Serve(ctx, handler{c.pager})
 	if err == nil || ctx.Err() != nil {
 		return
 	}
@@ -193,7 +205,6 @@ func (c *restored) fail(reason error) {
 	c.failOnce.Do(func() {
 		c.mu.Lock()
 		c.failure = oneLine(reason)
-		c.state = "failed"
 		c.mu.Unlock()
 		log.L.WithError(reason).WithField("container", c.id).WithField("image", c.prepared.Image).
 			Error("thaw: killing the container, its memory cannot be completed")
@@ -202,33 +213,24 @@ func (c *restored) fail(reason error) {
 }
 
 func (c *restored) kill() {
-	if err := keeper.Kill(c.cgroups); err != nil {
+	if err := keeper.Kill(context.Background(), c.cgroups); err != nil {
 		log.L.WithError(err).WithField("container", c.id).Error("thaw: kill container")
-	}
-}
-
-func (c *restored) setState(s string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.state != "failed" {
-		c.state = s
 	}
 }
 
 // start restores the container by starting the task that was created with a
 // checkpoint. When it returns without error the processes run.
 func (c *restored) start(ctx context.Context, upstream func(context.Context) (*taskapi.StartResponse, error)) (*taskapi.StartResponse, error) {
-	c.setState("restoring")
 	resp, err := upstream(ctx)
 	c.mu.Lock()
 	failure := c.failure
 	c.mu.Unlock()
 	if err == nil && failure == nil {
-		// From here on the file is read when this container is dumped.
-		err = os.WriteFile(c.config, criu.DumpConfig(), 0o600)
+		// From here on the file is read when this container is dumped, for which
+		// the restore's options would be wrong.
+		err = os.WriteFile(c.config, nil, 0o600)
 	}
 	if err == nil && failure == nil {
-		c.setState("lazy")
 		return resp, nil
 	}
 	c.kill()
@@ -241,8 +243,8 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 // explain makes the one line that tells why a restore failed, and keeps CRIU's
 // log where it outlives the bundle.
 func (c *restored) explain(err error) error {
-	path := filepath.Join(c.work, "restore.log")
-	quote := criu.QuoteLog(path)
+	path := filepath.Join(c.work, logName)
+	quote := quoteLog(path)
 	kept, keepErr := keepLog(path, c.id)
 	var b strings.Builder
 	fmt.Fprintf(&b, "thaw: restore of %s failed: ", c.prepared.Image)
@@ -256,9 +258,23 @@ func (c *restored) explain(err error) error {
 	}
 	reason := errors.New(b.String())
 	c.mu.Lock()
-	c.state, c.failure = "failed", reason
+	c.failure = reason
 	c.mu.Unlock()
 	return reason
+}
+
+// quoteLog returns the first error in CRIU's log, "" if there is none.
+func quoteLog(path string) string {
+	f, err := os.Open(path)
+	if err != nil {
+		return ""
+	}
+	defer f.Close()
+	quote, err := criu.FirstError(f)
+	if err != nil {
+		log.L.WithError(err).Warn("thaw: read CRIU's log")
+	}
+	return quote
 }
 
 // keepLog copies CRIU's log to the log folder and returns its new path.
@@ -272,17 +288,13 @@ func keepLog(path, id string) (string, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", err
 	}
-	kept := filepath.Join(dir, "restore.log")
+	kept := filepath.Join(dir, logName)
 	return kept, os.WriteFile(kept, b, 0o600)
 }
 
 // complete fills all of the container's memory and ends its laziness.
 func (c *restored) complete(ctx context.Context) error {
-	if err := c.pager.Complete(ctx); err != nil {
-		return err
-	}
-	c.setState("complete")
-	return nil
+	return c.pager.Fill(ctx)
 }
 
 // close ends the restore. The container's processes must be dead or must not
@@ -304,9 +316,7 @@ func (c *restored) close(ctx context.Context) {
 		}
 	}
 	if c.pager != nil {
-		if err := c.pager.Close(); err != nil {
-			log.G(ctx).WithError(err).Warn("thaw: close fault handler")
-		}
+		c.pager.Close()
 	}
 	if c.keeper != nil {
 		if err := c.keeper.Done(); err != nil {
@@ -357,14 +367,14 @@ func (c *restored) status() *api.Status {
 	defer c.mu.Unlock()
 	s := &api.Status{
 		RestoreId: c.prepared.RestoreId, Namespace: c.namespace, ContainerId: c.id,
-		Image: c.prepared.Image, Pod: c.pod, State: c.state,
+		Image: c.prepared.Image, Pod: c.pod, State: st.State,
 		PagesTotal: st.PagesTotal, PagesPresent: st.PagesPresent,
 		Faults: st.Faults, RemoteFaults: st.RemoteFaults,
-		FaultWaitP50Ns: uint64(st.WaitP50), FaultWaitP99Ns: uint64(st.WaitP99),
+		FaultWaitP50Ns: uint64(st.FaultWaitP50), FaultWaitP99Ns: uint64(st.FaultWaitP99),
 		StartedUnixNs: c.started.UnixNano(),
 	}
 	if c.failure != nil {
-		s.Reason = c.failure.Error()
+		s.State, s.Reason = "failed", c.failure.Error()
 	}
 	return s
 }

@@ -26,6 +26,12 @@ const (
 	killPoll = 5 * time.Millisecond
 )
 
+// Kill kills all processes that are in the cgroups or below, and returns when
+// they are gone. Cgroups that do not exist have none.
+func Kill(ctx context.Context, cgroups []string) error {
+	return kill(ctx, Container{Cgroups: cgroups}, nil)
+}
+
 // kill kills all processes of a container and returns when they are gone.
 func kill(ctx context.Context, c Container, init *os.File) error {
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)

@@ -18,8 +18,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxHeld bounds the descriptors held for one container.
-const maxHeld = 1 << 16
+const (
+	// maxHeld bounds the descriptors held for one container.
+	maxHeld = 1 << 16
+	// maxFDs is the most descriptors that one packet may carry (Linux,
+	// SCM_MAX_FD): whatever comes must be received to be closed.
+	maxFDs = 253
+)
 
 // Server is the daemon's side.
 type Server struct {
@@ -130,8 +135,8 @@ func samePeer(c *net.UnixConn) bool {
 // held is what the daemon has of one container.
 type held struct {
 	container Container
-	fds       []int
-	init      *os.File // pidfd of the first process
+	fds       map[uint64]int // by the client's number
+	init      *os.File       // pidfd of the first process
 }
 
 // close closes the descriptors; nobody may depend on them any more.
@@ -147,7 +152,7 @@ func (h *held) close() {
 }
 
 func (s *Server) serve(ctx context.Context, c *net.UnixConn) {
-	h := &held{}
+	h := &held{fds: make(map[uint64]int)}
 	defer h.close()
 	done, err := h.serve(c)
 	if done || s.stopping() || len(h.fds) == 0 && len(h.container.Cgroups) == 0 && h.init == nil {
@@ -165,7 +170,7 @@ func (s *Server) serve(ctx context.Context, c *net.UnixConn) {
 // serve handles one connection's messages until it ends; done says that it did
 // so in good order.
 func (h *held) serve(c *net.UnixConn) (done bool, err error) {
-	buf, oob := make([]byte, maxMessage), make([]byte, unix.CmsgSpace(MaxFDs*4))
+	buf, oob := make([]byte, maxMessage), make([]byte, unix.CmsgSpace(maxFDs*4))
 	for {
 		n, oobn, flags, _, err := c.ReadMsgUnix(buf, oob)
 		if err != nil {
@@ -175,7 +180,6 @@ func (h *held) serve(c *net.UnixConn) (done bool, err error) {
 			return false, io.EOF
 		}
 		fds, ferr := parseRights(oob[:oobn])
-		h.fds = append(h.fds, fds...)
 		var m message
 		switch {
 		case flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0:
@@ -183,12 +187,14 @@ func (h *held) serve(c *net.UnixConn) (done bool, err error) {
 		case ferr == nil:
 			ferr = json.Unmarshal(buf[:n], &m)
 		}
-		if ferr == nil && len(h.fds) > maxHeld {
-			ferr = fmt.Errorf("more than %d descriptors", maxHeld)
-		}
 		if ferr == nil && !m.Done {
 			ferr = h.update(m.Container)
 		}
+		if ferr == nil {
+			ferr = h.take(m, fds)
+			fds = nil
+		}
+		closeAll(fds)
 		var r reply
 		if ferr != nil {
 			r.Error = ferr.Error()
@@ -208,13 +214,47 @@ func (h *held) serve(c *net.UnixConn) (done bool, err error) {
 	}
 }
 
+// take does what a message asks for about descriptors, and owns those that came
+// with it.
+func (h *held) take(m message, fds []int) error {
+	if m.Hold == 0 && len(fds) != 0 || m.Hold != 0 && len(fds) != 1 {
+		closeAll(fds)
+		return fmt.Errorf("%d descriptors came with the message", len(fds))
+	}
+	if m.Forget != 0 {
+		if fd, ok := h.fds[m.Forget]; ok {
+			unix.Close(fd)
+			delete(h.fds, m.Forget)
+		}
+	}
+	if m.Hold == 0 {
+		return nil
+	}
+	if fd, ok := h.fds[m.Hold]; ok {
+		unix.Close(fd) // a client that connected again sends some twice
+	} else if len(h.fds) >= maxHeld {
+		closeAll(fds)
+		return fmt.Errorf("more than %d descriptors", maxHeld)
+	}
+	h.fds[m.Hold] = fds[0]
+	return nil
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		unix.Close(fd)
+	}
+}
+
 func (h *held) update(c Container) error {
 	for _, g := range c.Cgroups {
 		if !cgroupPath(g) {
 			return fmt.Errorf("%.100q is no cgroup", g)
 		}
 	}
-	h.container.RestoreID = c.RestoreID
+	if c.RestoreID != "" {
+		h.container.RestoreID = c.RestoreID
+	}
 	if len(c.Cgroups) > 0 {
 		h.container.Cgroups = c.Cgroups
 	}
