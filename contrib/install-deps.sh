@@ -11,15 +11,18 @@
 # Running it again does only what is missing. Run as root, from anywhere.
 #
 # Environment:
-#   THAW_CRIU_SUITE  Debian suite that criu is taken from (default: trixie)
-#   THAW_CRIU_MIN    oldest acceptable CRIU (default: 4.1; older ones fail on kernels from 6.14 on)
+#   THAW_CRIU_SUITE  Debian suite that criu is taken from (default: forky)
+#   THAW_CRIU_MIN    oldest acceptable CRIU (default: 4.2)
+#
+# Older versions fail on new kernels: before 4.1 on the vDSO's layout from Linux 6.14 on, and before 4.2 on each internet socket
+# from Linux 6.16 on, which refuses SO_PASSCRED there ("Can't get 1:16 opt: Operation not supported").
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 build=$root/build
 bin=$build/bin
-suite=${THAW_CRIU_SUITE:-trixie}
-criu_min=${THAW_CRIU_MIN:-4.1}
+suite=${THAW_CRIU_SUITE:-forky}
+criu_min=${THAW_CRIU_MIN:-4.2}
 multiarch=$(gcc -print-multiarch 2>/dev/null || true)
 
 started=$SECONDS

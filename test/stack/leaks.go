@@ -29,7 +29,7 @@ type State map[string]bool
 // containers, snapshots and leases. What the stack itself runs on is part of it, so compare two of them.
 func (s *Stack) State(ctx context.Context) (State, error) {
 	state := make(State)
-	err := errors.Join(state.processes(), state.mounts(), state.cgroups(), state.devices(), state.files("/run"), s.containerdState(ctx, state))
+	err := errors.Join(state.processes(s.containerd, s.daemon), state.mounts(), state.cgroups(), state.devices(), state.files("/run"), s.containerdState(ctx, state))
 	return state, err
 }
 
@@ -70,8 +70,14 @@ func (s *Stack) AwaitClean(ctx context.Context, before State) error {
 
 func (state State) add(kind, what string) { state[kind+" "+what] = true }
 
-func (state State) processes() error {
+// processes leaves the stack's servers out: a test may start them anew.
+func (state State) processes(servers ...*Process) error {
 	return eachProcess(func(pid int, args []string) bool {
+		for _, s := range servers {
+			if s.Running() && s.PID() == pid {
+				return true
+			}
+		}
 		state.add("process", fmt.Sprintf("%d: %s", pid, strings.Join(args, " ")))
 		return true
 	})
@@ -164,6 +170,8 @@ func (state State) files(root string) error {
 		switch {
 		case d.IsDir() && (d.Name() == "rootfs" || path == filepath.Join(root, ".isolate")):
 			return fs.SkipDir
+		case path == filepath.Join(ThawStateDir, "images"):
+			return fs.SkipDir // images that were laid out stay for the next restore, up to a limit
 		case d.IsDir(), d.Type()&(fs.ModeSocket|fs.ModeNamedPipe) != 0, strings.HasPrefix(path, "/run/netns/"):
 			state.add("file", path)
 		}
