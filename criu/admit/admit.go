@@ -23,6 +23,7 @@ import (
 	"fmt"
 	"os"
 	"path"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -53,12 +54,13 @@ func (d Difference) String() string {
 	return b.String()
 }
 
-// maxShown is how many differences an error's text names.
-const maxShown = 3
-
-// maxDifferences bounds the differences that are collected: one bad field in a
-// thousand tasks is one mistake.
-const maxDifferences = 16
+const (
+	// maxShown is how many differences an error's text names.
+	maxShown = 3
+	// maxPerField bounds the differences that are collected for one field: a bad
+	// field in a thousand tasks is one mistake.
+	maxPerField = 4
+)
 
 // Refusal is the error of Check: the first differences that were found. It is an
 // errdefs.ErrFailedPrecondition.
@@ -69,15 +71,24 @@ type Refusal struct {
 func (r *Refusal) Error() string {
 	var b strings.Builder
 	b.WriteString("the checkpoint may not run in this pod: ")
-	for i, d := range r.Differences {
-		if i == maxShown {
-			fmt.Fprintf(&b, " (and %d more)", len(r.Differences)-i)
-			break
+	// Each field once, each remedy once: several tasks mostly have the same fault.
+	var fields, remedies []string
+	for _, d := range r.Differences {
+		if slices.Contains(fields, d.Field) || len(fields) == maxShown {
+			continue
 		}
-		if i > 0 {
+		if len(fields) > 0 {
 			b.WriteString(" | ")
 		}
+		fields = append(fields, d.Field)
+		if slices.Contains(remedies, d.Remedy) {
+			d.Remedy = ""
+		}
+		remedies = append(remedies, d.Remedy)
 		b.WriteString(d.String())
+	}
+	if n := len(r.Differences) - len(fields); n > 0 {
+		fmt.Fprintf(&b, " (and %d more)", n)
 	}
 	return b.String()
 }
@@ -128,10 +139,13 @@ func Check(d *image.Dir, spec *specs.Spec, opts Options) error {
 		return err
 	}
 	for _, theme := range []func() error{
-		c.dump, c.namespaces, c.identities, c.capabilities, c.confinement, c.limits,
+		c.dump, c.namespaces, c.capabilities, c.confinement, c.identities, c.limits,
 		c.mounts, c.files, c.ghosts, c.archives, c.cgroups, c.memory,
 	} {
 		if err := theme(); err != nil {
+			if len(c.found) > 0 { // what came first is the better reason
+				return &Refusal{c.found}
+			}
 			return err
 		}
 	}
@@ -152,7 +166,13 @@ type check struct {
 }
 
 func (c *check) refuse(d Difference) {
-	if len(c.found) < maxDifferences {
+	n := 0
+	for i := range c.found {
+		if c.found[i].Field == d.Field {
+			n++
+		}
+	}
+	if n < maxPerField {
 		c.found = append(c.found, d)
 	}
 }
