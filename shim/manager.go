@@ -5,6 +5,7 @@ package shim
 import (
 	"context"
 	"io"
+	"os"
 
 	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
 	"github.com/containerd/containerd/api/types"
@@ -52,6 +53,9 @@ func (m runcManager) Stop(ctx context.Context, id string) (shim.StopStatus, erro
 	ns, nsErr := namespaces.NamespaceRequired(ctx)
 	if nsErr != nil {
 		return status, err
+	}
+	if rmErr := os.RemoveAll(scratchDir(nodeAddress(), ns, id)); rmErr != nil {
+		log.G(ctx).WithError(rmErr).Warn("remove the restore's folder")
 	}
 	n := newNode(nodeAddress())
 	defer n.close()

@@ -49,7 +49,7 @@ const (
 // restored is one container that is, or is about to be, restored.
 type restored struct {
 	id, namespace string
-	bundle        string
+	dir           string // all that the restore needs for itself; see scratchDir
 	work          string // CRIU's work directory: its socket and its log
 	config        string // CRIU's configuration file
 	prepared      *api.PrepareResponse
@@ -75,14 +75,14 @@ type restored struct {
 // before it runs. It changes the bundle: the configuration names CRIU's options.
 func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTaskRequest, spec *oci.Spec, opts *runcoptions.Options, prepared *api.PrepareResponse) (_ *restored, err error) {
 	c := &restored{
-		id: r.ID, namespace: ns, bundle: r.Bundle,
-		work:     filepath.Join(r.Bundle, "restore"),
-		config:   filepath.Join(r.Bundle, "criu.conf"),
+		id: r.ID, namespace: ns,
+		dir:      scratchDir(s.node.address, ns, r.ID),
 		prepared: prepared,
 		service:  s,
 		cgroups:  cgroupDirs(spec, opts.SystemdCgroup),
 		started:  time.Now(),
 	}
+	c.work, c.config = filepath.Join(c.dir, "work"), filepath.Join(c.dir, "criu.conf")
 	if name := spec.Annotations["io.kubernetes.cri.sandbox-name"]; name != "" {
 		c.pod = spec.Annotations["io.kubernetes.cri.sandbox-namespace"] + "/" + name
 	}
@@ -93,14 +93,18 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 			c.close(ctx)
 		}
 	}()
-	if err := os.Mkdir(c.work, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+	// There is something only if a shim was killed and nobody cleaned up yet.
+	if err := os.RemoveAll(c.dir); err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(c.work, 0o700); err != nil {
 		return nil, err
 	}
 	hostname, err := hostnameOf(spec)
 	if err != nil {
 		return nil, err
 	}
-	view := filepath.Join(r.Bundle, "checkpoint")
+	view := filepath.Join(c.dir, "images")
 	if err := makeView(view, prepared.ImagesDir, hostname); err != nil {
 		return nil, err
 	}
@@ -134,6 +138,13 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	go c.serve(run)
 	go c.report(run)
 	return c, nil
+}
+
+// scratchDir is the folder of one restore: CRIU's images as this container gets
+// them, CRIU's work directory and options. It is beside the images that restores
+// share, so that links to them are possible.
+func scratchDir(node, namespace, id string) string {
+	return filepath.Join(filepath.Dir(node), "containers", namespace, id)
 }
 
 // annotate writes the bundle's configuration anew with CRIU's configuration file
@@ -322,6 +333,9 @@ func (c *restored) close(ctx context.Context) {
 		if err := c.keeper.Done(); err != nil {
 			log.G(ctx).WithError(err).Warn("thaw: release descriptors held by the daemon")
 		}
+	}
+	if err := os.RemoveAll(c.dir); err != nil {
+		log.G(ctx).WithError(err).Warn("thaw: remove the restore's folder")
 	}
 	err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
 		_, err := n.Release(ctx, &api.ReleaseRequest{RestoreId: c.prepared.RestoreId})

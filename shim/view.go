@@ -19,6 +19,9 @@ import (
 // from: links to the images that all restores on the node share and nobody may
 // write to, and in the place of those that name the container, new ones. The
 // host name is the pod's, not that of the pod which was dumped.
+//
+// The links are hard ones, because CRIU opens some images when it is already in
+// the container's mount namespace, where the path of a symbolic one means nothing.
 func makeView(dir, shared, hostname string) error {
 	entries, err := os.ReadDir(shared)
 	if err != nil {
@@ -39,7 +42,7 @@ func makeView(dir, shared, hostname string) error {
 			}
 			continue
 		}
-		if err := os.Symlink(filepath.Join(shared, e.Name()), path); err != nil {
+		if err := os.Link(filepath.Join(shared, e.Name()), path); err != nil {
 			return err
 		}
 	}

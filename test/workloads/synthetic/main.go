@@ -9,8 +9,9 @@
 //	GET /verify  checks all of it
 //
 // Both answer {"ok":true,"bytes":N,"requests":M}, where M counts the requests so far, or status 500 with the first wrong address.
-//go:debug multipathtcp=0
 // CRIU cannot dump MPTCP sockets, which Go programs listen on by default.
+//
+//go:debug multipathtcp=0
 package main
 
 import (

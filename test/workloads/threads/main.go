@@ -5,8 +5,9 @@
 //
 // GET :8080/state asks each thread to check all of its memory and answers
 // {"threads":8,"steps":[...],"ok":true}; steps only ever grow.
-//go:debug multipathtcp=0
 // CRIU cannot dump MPTCP sockets, which Go programs listen on by default.
+//
+//go:debug multipathtcp=0
 package main
 
 import (
