@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -47,7 +48,7 @@ func upload(t *testing.T, certs, repository string) error {
 
 // A registry behind a made-up name, a path prefix and plain http.
 func TestPushFollowsHostsToml(t *testing.T) {
-	blobs := ggcr.New()
+	blobs := ggcr.New(ggcr.Logger(log.New(io.Discard, "", 0)))
 	var header string
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		header = r.Header.Get("X-Team")
@@ -87,7 +88,7 @@ func (p *prefixed) WriteHeader(code int) {
 }
 
 func TestPushWithCA(t *testing.T) {
-	srv := httptest.NewTLSServer(ggcr.New())
+	srv := httptest.NewTLSServer(ggcr.New(ggcr.Logger(log.New(io.Discard, "", 0))))
 	defer srv.Close()
 	if err := upload(t, hostsToml(t, "images.example", fmt.Sprintf("server = %q\n", srv.URL)), "images.example/app"); err == nil {
 		t.Error("an unknown certificate was accepted")
@@ -98,7 +99,7 @@ func TestPushWithCA(t *testing.T) {
 }
 
 func TestPushWithoutConfiguration(t *testing.T) {
-	srv := httptest.NewServer(ggcr.New())
+	srv := httptest.NewServer(ggcr.New(ggcr.Logger(log.New(io.Discard, "", 0))))
 	defer srv.Close()
 	if err := upload(t, "", strings.TrimPrefix(srv.URL, "http://")+"/app"); err != nil {
 		t.Error(err)
@@ -116,7 +117,7 @@ capabilities = ["pull"]
 }
 
 func TestPullPassesOverMirrors(t *testing.T) {
-	full, empty := httptest.NewServer(ggcr.New()), httptest.NewServer(ggcr.New())
+	full, empty := httptest.NewServer(ggcr.New(ggcr.Logger(log.New(io.Discard, "", 0)))), httptest.NewServer(ggcr.New())
 	defer full.Close()
 	defer empty.Close()
 	certs := hostsToml(t, "images.example", fmt.Sprintf(`

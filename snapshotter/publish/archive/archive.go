@@ -141,6 +141,20 @@ func (a *Archive) read() (err error) {
 		src.Created = time.Now()
 	}
 	src.Container = checkpoint.Container{Name: c.Name, ID: c.ID}
+	var spec struct {
+		Annotations map[string]string `json:"annotations"`
+		Process     struct {
+			Terminal bool `json:"terminal"`
+		} `json:"process"`
+	}
+	if err := json.Unmarshal(src.Spec, &spec); err != nil {
+		return fmt.Errorf("%w: %s: %w", ErrFormat, specDump, err)
+	}
+	src.Container.Terminal = spec.Process.Terminal
+	// CRI's own name of a container is made of the pod's and the attempt too.
+	if n := spec.Annotations["io.kubernetes.cri.container-name"]; n != "" {
+		src.Container.Name = n
+	}
 	src.Host.Runtime = c.Runtime
 	src.Host.CRIU = a.criuVersion()
 	src.Base = &publish.Base{Reference: baseReference(c)}

@@ -21,6 +21,7 @@ import (
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
 
+	"thaw.dev/thaw/criu"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/publish"
 )
@@ -154,13 +155,16 @@ func describe(src *publish.Source, c *Container, work string) {
 		Terminal: c.spec.Process != nil && c.spec.Process.Terminal,
 		GPU:      usesGPU(c),
 	}
-	src.Host = checkpoint.Host{Architecture: runtime.GOARCH, Runtime: c.info.Runtime.Name, CPUFeatures: cpuFeatures()}
+	src.Host = checkpoint.Host{Architecture: runtime.GOARCH, Runtime: c.info.Runtime.Name}
+	if features, err := criu.CPUFeatures(); err == nil {
+		src.Host.CPUFeatures = features
+	}
 	var u unix.Utsname
 	if unix.Uname(&u) == nil {
 		src.Host.Kernel = unix.ByteSliceToString(u.Release[:])
 	}
 	if f, err := os.Open(filepath.Join(work, criuLog)); err == nil {
-		src.Host.CRIU, _ = scanLog(f)
+		src.Host.CRIU = versionIn(f)
 		f.Close()
 	}
 }
@@ -172,19 +176,4 @@ func usesGPU(c *Container) bool {
 		}
 	}
 	return false
-}
-
-// cpuFeatures are the flags in /proc/cpuinfo.
-func cpuFeatures() []string {
-	p, err := os.ReadFile("/proc/cpuinfo")
-	if err != nil {
-		return nil
-	}
-	for line := range strings.Lines(string(p)) {
-		key, value, ok := strings.Cut(line, ":")
-		if k := strings.TrimSpace(key); ok && (k == "flags" || k == "Features") {
-			return strings.Fields(value)
-		}
-	}
-	return nil
 }

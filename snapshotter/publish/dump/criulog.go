@@ -8,44 +8,36 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
+
+	"thaw.dev/thaw/criu"
 )
 
 // criuLog is the name of the log that CRIU writes in its work directory.
 const criuLog = "dump.log"
 
-// maxLog bounds in bytes how much of CRIU's log is read and kept.
+// maxLog bounds in bytes how much of CRIU's log is kept.
 const maxLog = 64 << 20
 
-var (
-	// (00.012345) Error (criu/sk-inet.c:191): inet: Connected TCP socket ...
-	logError   = regexp.MustCompile(`^\(\d+\.\d+\)\s+(?:\d+: )?Error \([^)]*\): (.*)`)
-	logVersion = regexp.MustCompile(`^\(\d+\.\d+\) Version: (\S+)`)
-)
-
-// scanLog returns CRIU's version and the first error in its log.
-func scanLog(r io.Reader) (version, firstError string) {
-	s := bufio.NewScanner(io.LimitReader(r, maxLog))
+// versionIn returns CRIU's version as it says it at the beginning of its log, or
+// "".
+func versionIn(log io.Reader) string {
+	const near = 64 << 10
+	s := bufio.NewScanner(io.LimitReader(log, near))
 	for s.Scan() {
-		if m := logVersion.FindStringSubmatch(s.Text()); m != nil && version == "" {
-			version = m[1]
-		}
-		// CRIU raises its own limit of open files and goes on if it may not.
-		if m := logError.FindStringSubmatch(s.Text()); m != nil && !strings.Contains(m[1], "RLIMIT_NOFILE for self") {
-			return version, strings.TrimSpace(m[1])
+		if _, v, ok := strings.Cut(s.Text(), ") Version: "); ok {
+			v, _, _ = strings.Cut(v, " ")
+			return v
 		}
 	}
-	return version, ""
+	return ""
 }
 
 // remedies are for those errors of CRIU that the user can do something about.
 var remedies = []struct{ has, do string }{
 	{"Unsupported proto 262", "the program uses Multipath TCP, as Go programs do when they listen: start it with GODEBUG=multipathtcp=0 in its environment"},
 	{"Can't get rlimit", "containerd lacks CAP_SYS_RESOURCE, which CRIU needs for processes of other users"},
-	{"Unexpected rt vDSO area bounds", "this CRIU does not know this kernel: install CRIU 4.1 or later"},
 	{"No space left on device", "the tmpfs is full: enlarge it or name another with --dump-dir"},
-	{"userfaultfd", "the container was restored and its memory is not complete yet"},
 }
 
 // explain makes one line of a failed dump and keeps CRIU's log.
@@ -55,21 +47,38 @@ func explain(id, work, logDir string, cause error) error {
 		return fmt.Errorf("container %s cannot be dumped: %w", short(id), cause)
 	}
 	defer f.Close()
-	_, first := scanLog(f)
-	if first == "" {
-		first = cause.Error()
+	what, err := criu.FirstError(f)
+	if err != nil || what == "" {
+		what = cause.Error()
 	}
-	for _, r := range remedies {
-		if strings.Contains(first, r.has) {
-			first += ": " + r.do
-			break
-		}
+	if r := remedy(what, versionIn(io.NewSectionReader(f, 0, maxLog))); r != "" {
+		what += ": " + r
 	}
 	kept, err := keepLog(f, id, logDir)
 	if err != nil {
-		return fmt.Errorf("container %s cannot be dumped: CRIU: %s (its log could not be kept: %w)", short(id), first, err)
+		return fmt.Errorf("container %s cannot be dumped: CRIU: %s (its log could not be kept: %w)", short(id), what, err)
 	}
-	return fmt.Errorf("container %s cannot be dumped: CRIU: %s (log: %s)", short(id), first, kept)
+	return fmt.Errorf("container %s cannot be dumped: CRIU: %s (log: %s)", short(id), what, kept)
+}
+
+func remedy(what, version string) string {
+	for _, r := range remedies {
+		if strings.Contains(what, r.has) {
+			return r.do
+		}
+	}
+	have, err := criu.ParseVersion(version)
+	if err != nil {
+		return ""
+	}
+	kernel, err := criu.KernelVersion()
+	if err != nil {
+		return ""
+	}
+	if need, why := criu.Required(kernel); have.Less(need) {
+		return fmt.Sprintf("CRIU is %s, install %s or later: %s", have, need, why)
+	}
+	return ""
 }
 
 func keepLog(f *os.File, id, logDir string) (string, error) {
