@@ -17,6 +17,7 @@ import (
 	"strings"
 
 	"github.com/containerd/containerd/v2/core/mount"
+	"github.com/containerd/containerd/v2/pkg/namespaces"
 	"github.com/containerd/containerd/v2/pkg/oci"
 	"golang.org/x/sys/unix"
 
@@ -54,6 +55,7 @@ func New(ctx context.Context, s *stack.Stack, image string, env map[string]strin
 		return nil, err
 	}
 	b.root = filepath.Join(b.dir, "runc")
+	ctx = namespaces.WithNamespace(ctx, stack.CRINamespace)
 	container, err := s.Containerd().LoadContainer(ctx, c.ID)
 	if err != nil {
 		return nil, err

@@ -12,8 +12,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
-	"sync"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -21,11 +21,12 @@ import (
 
 // Process is a server of the stack.
 type Process struct {
-	Name string
-	cmd  *exec.Cmd
-	log  string
-	done chan struct{} // closed when it ended
-	err  error         // how it ended, valid then
+	Name  string
+	cmd   *exec.Cmd
+	log   string
+	ready chan struct{} // closed when it said so
+	done  chan struct{} // closed when it ended
+	err   error         // how it ended, valid then
 }
 
 // startProcess starts a server that reports readiness as systemd services do (sd_notify(3)), and returns when it has. Its
@@ -35,10 +36,9 @@ func startProcess(ctx context.Context, logFile, name string, args ...string) (*P
 	if err != nil {
 		return nil, err
 	}
-	defer notify.Close()
 	out, err := os.OpenFile(logFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
 	if err != nil {
-		return nil, err
+		return nil, errors.Join(err, notify.Close())
 	}
 	defer out.Close()
 
@@ -48,14 +48,16 @@ func startProcess(ctx context.Context, logFile, name string, args ...string) (*P
 	// A group of its own: an interrupt from the terminal is for the test, which then stops the servers in order.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	if err := cmd.Start(); err != nil {
-		return nil, fmt.Errorf("start %s: %w", name, err)
+		return nil, errors.Join(fmt.Errorf("start %s: %w", name, err), notify.Close())
 	}
-	p := &Process{Name: name, cmd: cmd, log: logFile, done: make(chan struct{})}
+	p := &Process{Name: name, cmd: cmd, log: logFile, ready: make(chan struct{}), done: make(chan struct{})}
+	go p.listen(notify)
 	go func() {
 		p.err = cmd.Wait()
 		close(p.done)
+		notify.Close() // ends listen
 	}()
-	if err := p.awaitReady(ctx, notify); err != nil {
+	if err := p.awaitReady(ctx); err != nil {
 		return nil, errors.Join(err, p.Kill())
 	}
 	return p, nil
@@ -74,30 +76,26 @@ func listenNotify(name string) (*net.UnixConn, error) {
 	return net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
 }
 
-func (p *Process) awaitReady(ctx context.Context, notify *net.UnixConn) error {
-	ready := make(chan error, 1)
-	var reader sync.WaitGroup
-	reader.Go(func() {
-		buf := make([]byte, 4096)
-		for {
-			n, err := notify.Read(buf)
-			if err != nil {
-				ready <- err
-				return
-			}
-			for _, line := range strings.Split(string(buf[:n]), "\n") {
-				if line == "READY=1" {
-					ready <- nil
-					return
-				}
-			}
+// listen takes what the process says about itself as long as it runs, and closes p.ready when it is ready.
+func (p *Process) listen(notify *net.UnixConn) {
+	buf := make([]byte, 4096)
+	ready := false
+	for {
+		n, err := notify.Read(buf)
+		if err != nil {
+			return
 		}
-	})
-	defer reader.Wait()
-	defer notify.Close()
+		if !ready && slices.Contains(strings.Split(string(buf[:n]), "\n"), "READY=1") {
+			ready = true
+			close(p.ready)
+		}
+	}
+}
+
+func (p *Process) awaitReady(ctx context.Context) error {
 	select {
-	case err := <-ready:
-		return err
+	case <-p.ready:
+		return nil
 	case <-p.done:
 		return fmt.Errorf("%s ended before it was ready (%w): %s", p.Name, p.exit(), p.lastLog())
 	case <-ctx.Done():

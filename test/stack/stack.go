@@ -50,6 +50,9 @@ const (
 // RegistryAddress is where the stack's registry listens. It can be fixed because the network namespace is the stack's own.
 const RegistryAddress = "127.0.0.1:5000"
 
+// thawLogs is where thaw keeps CRIU's logs by default; here a link into Stack.Logs.
+const thawLogs = "/var/log/thaw"
+
 // CRINamespace is the containerd namespace of what CRI makes.
 const CRINamespace = "k8s.io"
 
@@ -218,7 +221,13 @@ func (s *Stack) makeDir(parent string) error {
 		return fmt.Errorf("stack: %s is in use by another stack: %w", s.Dir, err)
 	}
 	s.lock = lock
-	return os.MkdirAll(s.Logs(), 0o755)
+	if err := os.MkdirAll(filepath.Join(s.Logs(), "thaw"), 0o755); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(thawLogs); err != nil {
+		return err
+	}
+	return os.Symlink(filepath.Join(s.Logs(), "thaw"), thawLogs)
 }
 
 // lockDir takes the lock that marks a stack's folder as in use until its process ends.
@@ -245,6 +254,18 @@ func sweep(parent string) {
 	}
 }
 
+// keepLogs moves a temporary stack's logs to where they stay until the next stack ends.
+func keepLogs(logs string) error {
+	last := filepath.Join(filepath.Dir(filepath.Dir(logs)), "last-log")
+	if err := os.RemoveAll(last); err != nil {
+		return err
+	}
+	if err := os.Rename(logs, last); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
 // Close ends all pods and tasks and stops the stack, and reports what would not end. It may be called more than once.
 func (s *Stack) Close() error {
 	if s == nil {
@@ -262,7 +283,7 @@ func (s *Stack) Close() error {
 		s.Registry = nil
 	}
 	if s.temporary {
-		errs = append(errs, os.RemoveAll(s.Dir))
+		errs = append(errs, keepLogs(s.Logs()), os.RemoveAll(s.Dir))
 	}
 	if s.lock != nil {
 		errs = append(errs, s.lock.Close())
@@ -271,7 +292,9 @@ func (s *Stack) Close() error {
 	return errors.Join(errs...)
 }
 
-// Logs is the folder with the servers' logs (containerd.log, thaw-snapshotter.log) and, below pods, the containers'.
+// Logs is the folder with the servers' logs (containerd.log, thaw-snapshotter.log), below pods the containers', and below thaw
+// what an ordinary node has in /var/log/thaw: CRIU's logs of failures. Of a temporary folder, Close keeps them as
+// build/stack/last-log.
 func (s *Stack) Logs() string { return filepath.Join(s.Dir, "log") }
 
 // CRI gives the clients of containerd's CRI services.

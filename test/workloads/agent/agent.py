@@ -7,7 +7,7 @@ table of embeddings: some seconds of work and more than 256 MiB of Python object
   GET /ask?q=WORDS   {"session": N, "answer": [...]}: the documents that fit best; N counts the questions in memory
   GET /checksum      {"session": N, "checksum": "..."}: over all of index and table; does not count
 
-Environment: DOCUMENTS is the size of the corpus, 40000 if unset.
+Environment: DOCUMENTS is the size of the corpus, 60000 if unset.
 """
 
 import array
@@ -22,7 +22,7 @@ import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-DOCUMENTS = int(os.environ.get("DOCUMENTS", "40000"))
+DOCUMENTS = int(os.environ.get("DOCUMENTS", "60000"))
 WORDS_PER_DOCUMENT = 40
 DIMENSIONS = 64
 
@@ -60,10 +60,8 @@ class Corpus:
             for document, _, weight in self.index.get(word, [])[-500:]:
                 scores[document] = scores.get(document, 0.0) + weight
         best = sorted(scores, key=lambda d: (-scores[d], d))[:3]
-        return [
-            {"title": self.titles[d], "score": round(scores[d], 9), "embedding": round(self.embeddings[d * DIMENSIONS], 9)}
-            for d in best
-        ]
+        rows = {d: self.embeddings[d * DIMENSIONS : (d + 1) * DIMENSIONS] for d in best}
+        return [{"title": self.titles[d], "score": round(scores[d], 9), "peak": round(max(rows[d]), 9)} for d in best]
 
     def checksum(self):
         total = zlib.crc32(self.embeddings)

@@ -34,15 +34,19 @@ func work(number uint64, ask <-chan chan<- report) {
 	runtime.LockOSThread()
 	memory := make([]uint64, words)
 	var step uint64
+	advance := func(steps int) {
+		for range steps {
+			i := step % words
+			memory[i] += constant(number, i)
+			step++
+		}
+	}
+	advance(words) // all of the memory is in use before the first question
 	pace := time.NewTicker(10 * time.Millisecond)
 	for {
 		select {
 		case <-pace.C:
-			for range 1000 {
-				i := step % words
-				memory[i] += constant(number, i)
-				step++
-			}
+			advance(1000)
 		case reply := <-ask:
 			ok := true
 			for i := range uint64(words) {
