@@ -144,7 +144,8 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 // them, CRIU's work directory and options. It is beside the images that restores
 // share, so that links to them are possible.
 func scratchDir(node, namespace, id string) string {
-	return filepath.Join(filepath.Dir(node), "containers", namespace, id)
+	// No name in containerd has a tilde.
+	return filepath.Join(filepath.Dir(node), "container-"+namespace+"~"+id)
 }
 
 // annotate writes the bundle's configuration anew with CRIU's configuration file

@@ -126,10 +126,9 @@ func (p *Pager) zero(s *space, lo, hi uint64) (int, error) {
 	p.ioctls.Add(1)
 	n, err := s.fd.Zero(lo, hi-lo)
 	if n > 0 {
-		s.trailing = s.trailing[:0]
 		p.filled(s, lo, lo+uint64(n))
 	}
-	return n, p.outcome(err)
+	return n, p.outcome(s, err)
 }
 
 // copy copies pages of a segment. Errors are as with [uffd.FD.Copy].
@@ -138,20 +137,22 @@ func (p *Pager) copy(s *space, seg segment, lo, hi uint64) (int, error) {
 	st, page := p.stores[seg.blob], seg.from(lo).page
 	n, err := s.fd.Copy(lo, st.at(page), hi-lo)
 	if n > 0 {
-		s.trailing = s.trailing[:0]
 		p.copied.Add(uint64(n) / pageSize)
 		st.used(page, uint64(n)/pageSize)
 		p.filled(s, lo, lo+uint64(n))
 	}
-	return n, p.outcome(err)
+	return n, p.outcome(s, err)
 }
 
 // outcome sorts the errors of filling: those that callers decide about stay
 // what they are, the others must not happen.
-func (p *Pager) outcome(err error) error {
+func (p *Pager) outcome(s *space, err error) error {
 	switch err {
 	case nil:
 		p.loop.noMemory = 0
+		if s.recent.open || len(s.recent.doubts) > 0 {
+			return p.quiet(s) // or it would have been EAGAIN
+		}
 		return nil
 	case unix.EAGAIN, unix.EEXIST, unix.ENOENT, unix.ESRCH, unix.ENOMEM:
 		return err

@@ -17,6 +17,8 @@ import (
 // loop is what only the goroutine that serves faults touches.
 type loop struct {
 	spaces map[int32]*space // by descriptor
+	// parents have children that are not followed yet.
+	parents map[*space]bool
 	waits  map[Chunk]*wait
 	events uffd.Buffer
 	round  []fault // to be answered now
@@ -63,7 +65,8 @@ const (
 )
 
 func (l *loop) init(*Pager) {
-	l.spaces, l.waits, l.swept, l.started = map[int32]*space{}, map[Chunk]*wait{}, minSweep, time.Now()
+	l.spaces, l.parents, l.waits = map[int32]*space{}, map[*space]bool{}, map[Chunk]*wait{}
+	l.swept, l.started = minSweep, time.Now()
 }
 
 // run serves until it fails or is told to end.
@@ -108,6 +111,9 @@ func (p *Pager) serve() error {
 		if err := p.answerAll(); err != nil {
 			return err
 		}
+		if l.unsettled, err = p.settle(); err != nil {
+			return err
+		}
 		if len(l.spaces) >= l.swept {
 			p.sweepDead()
 		}
@@ -123,7 +129,7 @@ func (p *Pager) serve() error {
 func (p *Pager) timeout() int {
 	l := &p.loop
 	switch {
-	case len(l.retry) > 0 || l.stalled:
+	case len(l.retry) > 0 || l.stalled || l.unsettled:
 		l.spins++
 		if l.spins > maxSpins {
 			return 1
@@ -218,6 +224,12 @@ func (p *Pager) drop(s *space) {
 		return
 	}
 	s.gone = true
+	if len(s.young) > 0 {
+		// All its threads are dead, so all has happened and is read.
+		if err := p.quiet(s); err != nil {
+			p.loop.failed = err
+		}
+	}
 	delete(p.loop.spaces, int32(s.fd))
 	p.account(s, s.wanted.pages)
 	s.wanted, s.pending = ranges{}, nil
@@ -229,7 +241,7 @@ func (p *Pager) drop(s *space) {
 // letGoIfComplete lets go of an address space that wants nothing. All that is
 // missing in it is zero, which is what the kernel gives without a handler.
 func (p *Pager) letGoIfComplete(s *space) {
-	if p.loop.restored && !s.gone && s.wanted.pages == 0 {
+	if p.loop.restored && !s.gone && s.parent == nil && len(s.young) == 0 && s.wanted.pages == 0 {
 		p.drop(s)
 	}
 }
@@ -362,6 +374,9 @@ func (p *Pager) fillSome() error {
 		return nil
 	}
 	for _, s := range l.spaces {
+		if s.parent != nil {
+			continue // not followed yet
+		}
 		more, err := p.fillNext(s)
 		switch err {
 		case nil:

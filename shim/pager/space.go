@@ -22,10 +22,12 @@ type space struct {
 
 	// pending are the faults that were read and not answered yet, by page.
 	pending map[uint64]waiting
-	// trailing are the places that memory moved away from, while the Unmap event
-	// that belongs to the move may still come. A fill that succeeds shows that no
-	// change of mappings is under way, and empties it.
-	trailing []span
+	// recent are the changes since the space was last seen quiet.
+	recent epoch
+	// young are children that are not followed yet, see epoch. parent is set for
+	// them.
+	young  []*space
+	parent *space
 	// cursor is where the background filling has got to.
 	cursor uint64
 }
@@ -35,12 +37,6 @@ type waiting struct {
 	since time.Time // when the first fault was read
 	n     int
 }
-
-type span struct{ start, end uint64 }
-
-// maxTrailing bounds the list. Each entry is a thread in mremap, so more are
-// leftovers of moves that keep the old mapping.
-const maxTrailing = 64
 
 // drain reads and applies all events that wait.
 func (p *Pager) drain(s *space) error {
@@ -93,52 +89,24 @@ func (p *Pager) apply(s *space, e uffd.Event, now time.Time) error {
 		if err := s.wakePending(e.To, e.To+(e.End-e.Start)); err != nil {
 			return err
 		}
+		s.note(e)
 		before := s.wanted.pages
 		s.wanted.move(e.Start, e.End, e.To)
 		p.account(s, before-s.wanted.pages)
-		if len(s.trailing) == maxTrailing {
-			s.trailing = s.trailing[1:]
-		}
-		s.trailing = append(s.trailing, span{e.Start, e.End})
 		return nil
-	case uffd.Unmap:
+	case uffd.Unmap, uffd.Remove:
 		if err := s.wakePending(e.Start, e.End); err != nil {
 			return err
 		}
-		// The second half of a move: what was there moved with the first half, and
-		// what is there now another thread moved in between.
-		for i, t := range s.trailing {
-			if t == (span{e.Start, e.End}) {
-				s.trailing = append(s.trailing[:i], s.trailing[i+1:]...)
-				return nil
-			}
+		s.note(e)
+		if e.Kind == uffd.Unmap {
+			p.unmapped(s, e)
+		} else {
+			p.strike(s, e.Start, e.End)
 		}
-		p.strike(s, e.Start, e.End)
-		return nil
-	case uffd.Remove:
-		if err := s.wakePending(e.Start, e.End); err != nil {
-			return err
-		}
-		p.strike(s, e.Start, e.End)
 		return nil
 	}
 	return fmt.Errorf("task %d: unknown userfaultfd event %#x", s.pid, e.Kind)
-}
-
-// fork starts to follow a child. What its parent wants at this very event is
-// what was missing when the address space was copied: nothing can be filled
-// between the copying and the reading of the event.
-func (p *Pager) fork(s *space, fd uffd.FD) error {
-	c := &space{fd: fd, id: p.nextID.Add(1), pid: s.pid, child: true, wanted: s.wanted.clone(), pending: map[uint64]waiting{}}
-	if p.cfg.Holder != nil {
-		if err := p.cfg.Holder.Hold(c.id, int(fd), c.pid); err != nil {
-			// Not closed: the child may run already. It is kept for Close.
-			p.keep(c)
-			return fmt.Errorf("second holder for the userfaultfd of a child of task %d: %w", s.pid, err)
-		}
-	}
-	p.keep(c)
-	return p.follow(c)
 }
 
 // strike takes pages off what is wanted.
