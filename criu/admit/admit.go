@@ -162,6 +162,7 @@ type check struct {
 	opts      Options
 	inventory *image.Inventory
 	tasks     []image.Task
+	places    map[string]specs.Mount // see destinations
 	found     []Difference
 }
 

@@ -100,6 +100,10 @@ func TestAdmits(t *testing.T) {
 			f.ProtoReflect().SetUnknown(raw)
 			d.files = append(d.files, f)
 		},
+		"terminal": func(d *dump, s *specs.Spec) {
+			d.mounts = append(d.mounts, mount(120, "/dev/console", "DEVPTS", unix.MS_NOSUID, ""))
+			s.Process.Terminal = true
+		},
 		"log of the dump": func(d *dump, _ *specs.Spec) { d.extra["dump.log"] = []byte("x") },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -162,7 +166,7 @@ func TestRefuses(t *testing.T) {
 		}, "owner of an open file"},
 
 		// capabilities
-		"bounding":    {func(d *dump, _ *specs.Spec) { d.cores[3].ThreadCore.Creds.CapBnd = words(granted | 1<<capSysAdmin) }, "bounding capabilities: the checkpoint has CAP_SYS_ADMIN too"},
+		"bounding":    {func(d *dump, _ *specs.Spec) { d.cores[3].ThreadCore.Creds.CapBnd = words(granted | 1<<21) }, "bounding capabilities: the checkpoint has CAP_SYS_ADMIN too"},
 		"permitted":   {func(d *dump, _ *specs.Spec) { d.cores[2].ThreadCore.Creds.CapPrm = words(1 << 40) }, "permitted capabilities: the checkpoint has CAP_CHECKPOINT_RESTORE too"},
 		"effective":   {func(d *dump, _ *specs.Spec) { d.cores[1].ThreadCore.Creds.CapEff = words(1 << 63) }, "effective capabilities: the checkpoint has CAP_63 too"},
 		"inheritable": {func(d *dump, _ *specs.Spec) { d.cores[1].ThreadCore.Creds.CapInh = words(1) }, "inheritable capabilities: the checkpoint has CAP_CHOWN too, the pod's spec has none"},
@@ -194,6 +198,9 @@ func TestRefuses(t *testing.T) {
 		"limits": {func(_ *dump, s *specs.Spec) {
 			s.Process.Rlimits = []specs.POSIXRlimit{{Type: "RLIMIT_CPU", Hard: 0}}
 		}, "RLIMIT_CPU"},
+
+		"nice":             {func(d *dump, _ *specs.Spec) { d.cores[3].ThreadCore.SchedNice = proto.Int32(-5) }, "task 3 (server): scheduling: the checkpoint has nice -5"},
+		"real-time policy": {func(d *dump, _ *specs.Spec) { d.cores[2].ThreadCore.SchedPolicy = proto.Uint32(unix.SCHED_FIFO) }, "policy 1"},
 
 		// namespaces
 		"shared PID namespace now": {func(_ *dump, s *specs.Spec) { s.Linux.Namespaces[0].Path = "/proc/7/ns/pid" }, "without shareProcessNamespace"},
@@ -275,6 +282,11 @@ func TestRefuses(t *testing.T) {
 			f.Usk = &sk_unix.UnixSkEntry{Uflags: proto.Uint32(image.UnixExternal), Name: []byte("/run/host\x1b[2J.sock"), Fown: owner(0, 0), Opts: &sk_opts.SkOptsEntry{}}
 			d.files = append(d.files, f)
 		}, `/run/host\x1b[2J.sock`},
+		"socket of another network": {func(d *dump, _ *specs.Spec) {
+			f := typed(fdinfo.FdTypes_INETSK)
+			f.Isk = &sk_inet.InetSkEntry{Family: proto.Uint32(unix.AF_INET), Type: proto.Uint32(unix.SOCK_STREAM), NsId: proto.Uint32(2), Fown: owner(0, 0), Opts: &sk_opts.SkOptsEntry{}}
+			d.files = append(d.files, f)
+		}, "of another network"},
 		"file twice":            {func(d *dump, _ *specs.Spec) { d.files = append(d.files, regular(1, "/x", 0)) }, "file 1 twice"},
 		"executable missing":    {func(d *dump, _ *specs.Spec) { d.files = d.files[1:] }, "executable of task 1"},
 		"descriptor of nothing": {func(d *dump, _ *specs.Spec) { d.fds[0].Id = proto.Uint32(44) }, "descriptor 0 of task 1"},
@@ -363,6 +375,56 @@ func TestRefusalIsShort(t *testing.T) {
 	var r *Refusal
 	if !errors.As(err, &r) || len(r.Differences) != 13 || !strings.Contains(err.Error(), "(and 10 more)") || strings.Count(err.Error(), "capabilities.add") != 1 {
 		t.Errorf("error %v", err)
+	}
+}
+
+// CRIU opens files as root: what the pod's user could not open in a volume is
+// refused.
+func TestRefusesFilesOfVolumes(t *testing.T) {
+	host := t.TempDir()
+	for file, mode := range map[string]os.FileMode{"open": 0o644, "secret": 0o600, "closed/x": 0o644} {
+		if err := os.MkdirAll(filepath.Dir(filepath.Join(host, file)), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(host, file), nil, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Chmod(host, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(filepath.Join(host, "closed"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("secret", filepath.Join(host, "link")); err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		path  string
+		flags uint32
+		user  uint32
+		ok    bool
+	}{
+		{"/data/open", unix.O_RDONLY, 1000, true},
+		{"/data/open", unix.O_WRONLY, 1000, false},
+		{"/data/open", unix.O_RDWR, 1000, false},
+		{"/data/secret", unix.O_RDONLY, 1000, false},
+		{"/data/secret", unix.O_PATH, 1000, true},
+		{"/data/closed/x", unix.O_RDONLY, 1000, false},
+		{"/data/link", unix.O_RDONLY, 1000, false},
+		{"/data/gone", unix.O_RDONLY, 1000, true},
+		{"/data", unix.O_RDONLY | unix.O_DIRECTORY, 1000, true},
+		{"/database", unix.O_RDWR, 1000, true},
+		{"/data/secret", unix.O_RDWR, uint32(os.Getuid()), true},
+	} {
+		c := &check{spec: spec()}
+		c.spec.Process.User = specs.User{UID: tc.user, GID: tc.user}
+		c.spec.Process.Capabilities = nil
+		c.spec.Mounts = []specs.Mount{{Destination: "/data", Source: host, Type: "bind"}}
+		c.volume(&image.Regular{Path: tc.path, Flags: tc.flags})
+		if ok := len(c.found) == 0; ok != tc.ok {
+			t.Errorf("%s with flags %#x by user %d: admitted %v, %v", tc.path, tc.flags, tc.user, ok, c.found)
+		}
 	}
 }
 

@@ -22,11 +22,12 @@ var capabilityNames = []string{
 
 // Numbers of the capabilities that other checks ask for.
 const (
-	capSetGID   = 6
-	capSetUID   = 7
-	capSetPCAP  = 8
-	capNetRaw   = 13
-	capSysAdmin = 21
+	capDACOverride = 1
+	capSetGID      = 6
+	capSetUID      = 7
+	capSetPCAP     = 8
+	capNetRaw      = 13
+	capSysNice     = 23
 )
 
 // CapabilityNames returns the names of the capabilities in a set, in the order of

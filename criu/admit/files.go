@@ -48,6 +48,9 @@ func (c *check) file(f *image.OpenFile) {
 	if o := f.Owner; o != nil && !c.maySet(capSetUID) && (o.UID != c.spec.Process.User.UID || o.EUID != c.spec.Process.User.UID) {
 		c.refuse(Difference{Field: "owner of an open file", Image: fmt.Sprintf("uid %d and %d", o.UID, o.EUID), Spec: fmt.Sprint(c.spec.Process.User.UID), Remedy: "restore in a pod with the checkpoint's user"})
 	}
+	if ns := c.tasks[0].IDs.NetNS; f.Inet != nil && f.Inet.NetNS != 0 && f.Inet.NetNS != ns || f.Unix != nil && f.Unix.NetNS != 0 && f.Unix.NetNS != ns {
+		c.refuse(Difference{Field: "open socket", Image: "a " + f.Type.String() + " of another network", Spec: "sockets of the pod's network", Remedy: "close it before the checkpoint"})
+	}
 	switch {
 	case f.Regular != nil:
 		c.regular(f.Regular)
@@ -71,6 +74,7 @@ func (c *check) regular(r *image.Regular) {
 	if r.External {
 		c.refuse(Difference{Field: "open file", Image: quote(r.Path) + " from outside", Spec: "no such file", Remedy: "close it before the checkpoint"})
 	}
+	c.volume(r)
 	switch r.Mode & unix.S_IFMT {
 	case unix.S_IFCHR, unix.S_IFBLK:
 		if !c.device(r.Path) {

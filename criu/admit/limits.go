@@ -5,6 +5,8 @@ package admit
 import (
 	"fmt"
 
+	"golang.org/x/sys/unix"
+
 	"thaw.dev/thaw/criu/image"
 )
 
@@ -14,8 +16,8 @@ var limitNames = []string{
 	"RLIMIT_MEMLOCK", "RLIMIT_AS", "RLIMIT_LOCKS", "RLIMIT_SIGPENDING", "RLIMIT_MSGQUEUE", "RLIMIT_NICE", "RLIMIT_RTPRIO", "RLIMIT_RTTIME",
 }
 
-// limits compares the resource limits that the spec sets. Those that it does not
-// set are the runtime's own and are left alone.
+// limits compares the resource limits that the spec sets, and priorities. Limits
+// that it does not set are the runtime's own and are left alone.
 func (c *check) limits() error {
 	for i := range c.tasks {
 		t := &c.tasks[i]
@@ -33,5 +35,18 @@ func (c *check) limits() error {
 			}
 		}
 	}
+	if c.maySet(capSysNice) {
+		return nil
+	}
+	c.threads(func(t *image.Task, i int) {
+		th := &t.Threads[i]
+		realtime := th.Policy == unix.SCHED_FIFO || th.Policy == unix.SCHED_RR || th.Policy == unix.SCHED_DEADLINE
+		if th.Nice < 0 || realtime {
+			c.refuse(Difference{
+				Field: "scheduling", Task: name(t, i), Image: fmt.Sprintf("nice %d, policy %d", th.Nice, th.Policy), Spec: "no CAP_SYS_NICE",
+				Remedy: "grant it in the pod (securityContext.capabilities.add), or make the checkpoint from a container without such a priority",
+			})
+		}
+	})
 	return nil
 }

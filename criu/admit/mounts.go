@@ -64,6 +64,9 @@ func (c *check) mounts() error {
 
 // destinations are the spec's mounts by the place where they end up.
 func (c *check) destinations() map[string]specs.Mount {
+	if c.places != nil {
+		return c.places
+	}
 	out := make(map[string]specs.Mount)
 	for _, m := range c.spec.Mounts {
 		if c.opts.Rootfs == "" {
@@ -71,6 +74,7 @@ func (c *check) destinations() map[string]specs.Mount {
 		}
 		out[c.resolve(m.Destination)] = m
 	}
+	c.places = out
 	return out
 }
 
@@ -119,6 +123,10 @@ func (c *check) internal(m *image.Mount, want map[string]specs.Mount) {
 		// read-only, it is not.
 		carrier := s.Type == "cgroup" && m.Type == "tmpfs"
 		c.flags(m, m.Mountpoint, has(s, "ro", "rro") && !carrier, s.Options)
+		return
+	}
+	// The terminal of the container's first process.
+	if m.Type == "devpts" && m.Mountpoint == "/dev/console" && c.spec.Process.Terminal {
 		return
 	}
 	// What hides or locks a part of /proc or /sys takes nothing but rights away.

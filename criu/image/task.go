@@ -58,8 +58,9 @@ type Thread struct {
 	// Filter is the index of the thread's innermost filter in Filters. It is
 	// meaningful in SeccompFilter mode.
 	Filter uint32
-	// CgroupSet refers to Cgroups; 0 means that the image does not say.
-	CgroupSet uint32
+	// Nice is the nice value, Policy the scheduling policy as in sched(7).
+	Nice   int32
+	Policy uint32
 }
 
 // SeccompMode is a thread's seccomp mode, as in linux/seccomp.h.
@@ -224,7 +225,7 @@ func thread(tid uint32, c *core.CoreEntry) (Thread, error) {
 	if tc == nil || tc.Creds == nil {
 		return Thread{}, fmt.Errorf("%w: core-%d.img holds no credentials: dump with CRIU 4.1 or later", ErrFormat, tid)
 	}
-	th := Thread{TID: tid, Comm: tc.GetComm(), Seccomp: SeccompMode(tc.GetSeccompMode()), Filter: tc.GetSeccompFilter(), CgroupSet: tc.GetCgSet()}
+	th := Thread{TID: tid, Comm: tc.GetComm(), Seccomp: SeccompMode(tc.GetSeccompMode()), Filter: tc.GetSeccompFilter(), Nice: tc.GetSchedNice(), Policy: tc.GetSchedPolicy()}
 	if unknown, err := varints(tc, 11); err != nil || len(unknown) > 0 {
 		return th, fmt.Errorf("%w: core-%d.img has an unknown seccomp mode", ErrFormat, tid)
 	}

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package admit
+
+import (
+	"path"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"thaw.dev/thaw/criu/image"
+)
+
+// volume checks that the pod's user may open a file that lies in a volume. CRIU
+// opens files as root before a task has its own user again; without this check an
+// image could read what the node shares with the pod but not with its user.
+// Permissions beyond the mode, such as ACLs, are not seen and count as none.
+func (c *check) volume(r *image.Regular) {
+	if c.maySet(capDACOverride) {
+		return
+	}
+	m, rest, ok := c.mountOf(r.Path)
+	if !ok || m.Source == "" {
+		return
+	}
+	var want uint32
+	switch {
+	case r.Flags&unix.O_PATH != 0:
+	case r.Flags&unix.O_ACCMODE == unix.O_RDONLY:
+		want = 4
+	case r.Flags&unix.O_ACCMODE == unix.O_WRONLY:
+		want = 2
+	default:
+		want = 6
+	}
+	if !c.mayOpen(m.Source, rest, want) {
+		c.refuse(Difference{
+			Field: "open file", Image: quote(r.Path), Spec: "a user who may not open it", Remedy: "let the pod's user access the file in the volume, or close it before the checkpoint",
+		})
+	}
+}
+
+// mountOf returns the innermost bind mount of the spec that a path lies in, and
+// the rest of the path.
+func (c *check) mountOf(p string) (m specs.Mount, rest string, ok bool) {
+	length := -1
+	for destination, candidate := range c.destinations() {
+		if !bind(candidate) || len(destination) <= length {
+			continue
+		}
+		if p == destination || below(p, destination) {
+			m, rest, ok, length = candidate, strings.TrimPrefix(p, destination), true, len(destination)
+		}
+	}
+	return m, rest, ok
+}
+
+// mayOpen walks down from a volume's source as the pod's user would. A link is
+// refused, since the kernel recorded a path without any; what does not exist is
+// left to CRIU, which says so.
+func (c *check) mayOpen(source, rest string, want uint32) bool {
+	parts := strings.Split(strings.Trim(rest, "/"), "/")
+	if parts[0] == "" {
+		parts = nil
+	}
+	at := path.Clean(source)
+	for i := 0; ; i++ {
+		var st unix.Stat_t
+		var err error
+		if i == 0 {
+			err = unix.Stat(at, &st) // the runtime follows links to a source
+		} else {
+			err = unix.Lstat(at, &st)
+		}
+		switch {
+		case err == unix.ENOENT:
+			return true
+		case err != nil || st.Mode&unix.S_IFMT == unix.S_IFLNK:
+			return false
+		case i == len(parts):
+			return c.permits(&st, want)
+		case !c.permits(&st, 1):
+			return false
+		}
+		at = path.Join(at, parts[i])
+	}
+}
+
+// permits applies the mode to the pod's user as the kernel does: the owner's
+// bits, else the group's, else those of the others.
+func (c *check) permits(st *unix.Stat_t, want uint32) bool {
+	u := c.spec.Process.User
+	mode := uint32(st.Mode)
+	switch {
+	case st.Uid == u.UID:
+		mode >>= 6
+	case st.Gid == u.GID || slices.Contains(u.AdditionalGids, st.Gid):
+		mode >>= 3
+	}
+	return mode&want == want
+}
