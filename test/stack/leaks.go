@@ -187,6 +187,7 @@ func (s *Stack) containerdState(ctx context.Context, state State) error {
 	if s.client == nil {
 		return nil
 	}
+	// Services taken from the client do not add it by themselves.
 	ctx = namespaces.WithNamespace(ctx, CRINamespace)
 	containers, err := s.client.Containers(ctx)
 	if err != nil {

@@ -137,7 +137,8 @@ func (s *Stack) connect(ctx context.Context) (err error) {
 		return err
 	}
 	s.runtime, s.images = cri.NewRuntimeServiceClient(s.conn), cri.NewImageServiceClient(s.conn)
-	if s.client, err = containerd.NewWithConn(s.conn, containerd.WithDefaultNamespace(CRINamespace)); err != nil {
+	// A connection of its own, because only such a client adds the namespace to each call.
+	if s.client, err = containerd.New(ContainerdSocket, containerd.WithDefaultNamespace(CRINamespace)); err != nil {
 		return err
 	}
 	status, err := s.runtime.Status(ctx, &cri.StatusRequest{})
@@ -155,10 +156,13 @@ func (s *Stack) connect(ctx context.Context) (err error) {
 // StopContainerd stops containerd in order. Containers run on, as they do on a node.
 func (s *Stack) StopContainerd(ctx context.Context) error {
 	err := s.containerd.Stop(ctx)
+	if s.client != nil {
+		err = errors.Join(err, s.client.Close())
+	}
 	if s.conn != nil {
 		err = errors.Join(err, s.conn.Close())
-		s.conn, s.client, s.runtime, s.images = nil, nil, nil, nil
 	}
+	s.conn, s.client, s.runtime, s.images = nil, nil, nil, nil
 	return err
 }
 
