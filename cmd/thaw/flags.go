@@ -4,7 +4,10 @@ package main
 
 import (
 	"fmt"
+	"net"
 	"os"
+	"strings"
+	"time"
 
 	containerd "github.com/containerd/containerd/v2/client"
 	"github.com/urfave/cli/v2"
@@ -60,13 +63,21 @@ func useDockerConfig(cfg *config.Config) error {
 	return os.Setenv("DOCKER_CONFIG", cfg.Registry.DockerConfig)
 }
 
+const dialTimeout = 5 * time.Second
+
 // connect returns a client of the node's containerd.
 func connect(c *cli.Context, cfg *config.Config) (*containerd.Client, error) {
 	address := c.String(addressFlag.Name)
 	if address == "" {
 		address = cfg.Containerd.Address
 	}
-	client, err := containerd.New(address)
+	// The client waits for a socket to appear; people want to know at once.
+	conn, err := net.DialTimeout("unix", strings.TrimPrefix(address, "unix://"), dialTimeout)
+	if err != nil {
+		return nil, fmt.Errorf("containerd does not answer at %s: start it, or name its socket with --address: %w", address, err)
+	}
+	conn.Close()
+	client, err := containerd.New(strings.TrimPrefix(address, "unix://"))
 	if err != nil {
 		return nil, fmt.Errorf("containerd does not answer at %s: start it, or name its socket with --address: %w", address, err)
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/urfave/cli/v2"
 
 	"thaw.dev/thaw/snapshotter/checkpoint"
+	"thaw.dev/thaw/snapshotter/pageindex"
 	"thaw.dev/thaw/snapshotter/publish"
 )
 
@@ -53,7 +54,7 @@ type inspectionBlob struct {
 	Size   int64         `json:"size"`
 	Chunks int           `json:"chunks"`
 	Pages  uint64        `json:"pages"`
-	Used   uint64        `json:"usedPages"` // that this checkpoint refers to
+	Used   int           `json:"usedChunks"` // that this checkpoint refers to
 }
 
 func runInspect(c *cli.Context) error {
@@ -96,20 +97,35 @@ func inspect(ctx context.Context, ref, certs string) (*inspection, error) {
 		Sizes: inspectionSizes{State: img.Checkpoint.State.Size, PageIndex: img.Checkpoint.PageIndex.Size},
 		Blobs: []inspectionBlob{},
 	}
-	used := make([]uint64, len(index.Blobs))
-	for _, p := range index.Processes {
-		for _, r := range p.Runs {
-			if r.Blob >= 0 {
-				used[r.Blob] += r.Pages
-			}
-		}
-	}
 	for i := range index.Blobs {
 		b := &index.Blobs[i]
 		x.Sizes.Pages += b.Size()
-		x.Blobs = append(x.Blobs, inspectionBlob{Digest: b.Digest, Size: b.Size(), Chunks: len(b.Chunks), Pages: b.Pages(), Used: used[i]})
+		x.Blobs = append(x.Blobs, inspectionBlob{Digest: b.Digest, Size: b.Size(), Chunks: len(b.Chunks), Pages: b.Pages(), Used: usedChunks(index, i)})
 	}
 	return x, nil
+}
+
+// usedChunks counts the chunks of a blob that any process has pages in.
+func usedChunks(x *pageindex.Index, blob int) int {
+	b := &x.Blobs[blob]
+	used := make([]bool, len(b.Chunks))
+	for _, p := range x.Processes {
+		for _, r := range p.Runs {
+			if r.Blob != blob {
+				continue
+			}
+			for i := b.ChunkOf(r.Page); i < len(used) && b.FirstPage(i) < r.Page+r.Pages; i++ {
+				used[i] = true
+			}
+		}
+	}
+	n := 0
+	for _, u := range used {
+		if u {
+			n++
+		}
+	}
+	return n
 }
 
 func printJSON(w io.Writer, v any) error {
@@ -132,7 +148,7 @@ func (x *inspection) print(out io.Writer) error {
 	row("Memory", "%s: lazy %s (zero %s), eager %s", size(m.Total), size(m.Lazy), size(m.Zero), size(m.Eager))
 	row("In registry", "state %s, page index %s, pages %s", size(x.Sizes.State), size(x.Sizes.PageIndex), size(x.Sizes.Pages))
 	for i, b := range x.Blobs {
-		row(fmt.Sprintf("Page blob %d", i), "%s, %s in %d chunks, %d of %d pages used", b.Digest, size(b.Size), b.Chunks, b.Used, b.Pages)
+		row(fmt.Sprintf("Page blob %d", i), "%s, %s in %d chunks, %d of them used", b.Digest, size(b.Size), b.Chunks, b.Used)
 	}
 	if c.Container.GPU {
 		row("GPU", "yes")

@@ -40,10 +40,13 @@ func split(known []cli.Flag, args []string) (flags, rest []string) {
 			rest = append(rest, a) // must stay last
 		default:
 			flags = append(flags, a)
-			if i+1 < len(args) && takesValue(known, a) {
-				i++
-				flags = append(flags, args[i])
+			if !takesValue(known, a) {
+				continue
 			}
+			if i++; i == len(args) {
+				return flags, nil // so that the cli package says what lacks
+			}
+			flags = append(flags, args[i])
 		}
 	}
 	return flags, rest
