@@ -66,10 +66,7 @@ func parseCPUInfo(r io.Reader) ([]string, error) {
 // have no room in the kernel's frame. Everything else that the kernel lists, such
 // as its mitigations, power management, virtualisation, hints that older
 // processors ignore and what only the kernel itself uses, is harmless to miss.
-var instructionFlags = map[string]bool{}
-
-func init() {
-	for _, f := range strings.Fields(`
+var instructionFlags = flagSet(`
 		fpu cx8 cmov mmx fxsr sse sse2 syscall mmxext 3dnow 3dnowext lm
 		pni pclmulqdq ssse3 fma cx16 sse4_1 sse4_2 movbe popcnt aes xsave avx f16c rdrand lahf_lm abm sse4a
 		xop fma4 tbm bmi1 bmi2 avx2 fsgsbase rdseed adx clflushopt clwb clflush clzero sha_ni rdpid 
@@ -80,9 +77,14 @@ func init() {
 		avx_vnni_int16 avx_ne_convert avx10 amx_tile amx_int8 amx_bf16 amx_fp16 amx_complex rdtscp lwp
 		fp asimd pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm jscvt fcma lrcpc dcpop sha3 asimddp sha512
 		sve asimdfhm dit uscat ilrcpc flagm ssbs sb paca pacg dcpodp sve2 sveaes svepmull svebitperm svesha3 svesm4 flagm2 frint
-		svei8mm svef32mm svef64mm svebf16 i8mm bf16 rng bti mte ecv afp rpres mte3 sme wfxt ebf16 sme2 lrcpc3 lse128 mops`) {
-		instructionFlags[f] = true
+		svei8mm svef32mm svef64mm svebf16 i8mm bf16 rng bti mte ecv afp rpres mte3 sme wfxt ebf16 sme2 lrcpc3 lse128 mops`)
+
+func flagSet(flags string) map[string]bool {
+	set := make(map[string]bool)
+	for _, f := range strings.Fields(flags) {
+		set[f] = true
 	}
+	return set
 }
 
 // MissingCPUFeatures returns the features of the node of a dump that this node

@@ -25,7 +25,7 @@ type Finding struct {
 // take effect for this process: run them as the user that runs the shim.
 func CheckHost(ctx context.Context, path string) []Finding {
 	h := host{root: "/"}
-	out := []Finding{h.kernel(), h.userfaultfd()}
+	out := []Finding{checkKernel(), checkUserfaultfd()}
 	out = append(out, h.capabilities()...)
 	out = append(out, h.run(), h.cgroup())
 	return append(out, checkBinary(ctx, path)...)
@@ -48,7 +48,7 @@ func KernelVersion() (Version, error) {
 // host is where the node's files are; its root is another one in tests.
 type host struct{ root string }
 
-func (h host) kernel() Finding {
+func checkKernel() Finding {
 	f := Finding{Name: "kernel"}
 	v, err := KernelVersion()
 	switch {
@@ -66,7 +66,9 @@ func (h host) kernel() Finding {
 // (linux/userfaultfd.h): events of fork, remap, remove and unmap.
 const userfaultfdEvents = 1<<1 | 1<<2 | 1<<3 | 1<<6
 
-func (h host) userfaultfd() Finding {
+// checkUserfaultfd asks the kernel itself: it depends on how it was built and on
+// this process's capabilities.
+func checkUserfaultfd() Finding {
 	f := Finding{Name: "userfaultfd"}
 	features, err := userfaultfdFeatures()
 	switch {

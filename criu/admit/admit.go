@@ -74,13 +74,17 @@ func (r *Refusal) Error() string {
 	// Each field once, each remedy once: several tasks mostly have the same fault.
 	var fields, remedies []string
 	for _, d := range r.Differences {
-		if slices.Contains(fields, d.Field) || len(fields) == maxShown {
+		field := d.Field
+		if strings.HasSuffix(field, " capabilities") { // the five sets mostly differ together
+			field = "capabilities"
+		}
+		if slices.Contains(fields, field) || len(fields) == maxShown {
 			continue
 		}
 		if len(fields) > 0 {
 			b.WriteString(" | ")
 		}
-		fields = append(fields, d.Field)
+		fields = append(fields, field)
 		if slices.Contains(remedies, d.Remedy) {
 			d.Remedy = ""
 		}

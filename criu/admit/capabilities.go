@@ -74,6 +74,19 @@ func set(names []string) image.Capabilities {
 	return out
 }
 
+// some names a few capabilities of a set.
+func some(set image.Capabilities) string {
+	const most = 4
+	names := CapabilityNames(set)
+	switch n := len(names); {
+	case n == 0:
+		return "none"
+	case n > most:
+		return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ","), n-most)
+	}
+	return strings.Join(names, ",")
+}
+
 // capabilities compares all five sets of each thread with the spec's.
 func (c *check) capabilities() error {
 	g := c.grants()
@@ -97,12 +110,8 @@ func (c *check) capabilities() error {
 			{"ambient capabilities", creds.Ambient, g.ambient, "ambient"},
 		} {
 			if more := s.has &^ s.may; more != 0 {
-				spec := strings.Join(CapabilityNames(s.may), ",")
-				if spec == "" {
-					spec = "none"
-				}
 				c.refuse(Difference{
-					Field: s.field, Task: name(t, i), Image: strings.Join(CapabilityNames(more), ",") + " too", Spec: spec,
+					Field: s.field, Task: name(t, i), Image: some(more) + " too", Spec: some(s.may),
 					Remedy: "grant them in the pod (securityContext.capabilities.add), or make the checkpoint from a container without them",
 				})
 			}

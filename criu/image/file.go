@@ -113,7 +113,6 @@ type Unix struct {
 // Bits of Unix.Flags (CRIU, criu/include/sk-unix.h).
 const (
 	UnixExternal = 1 << 0 // the socket itself was made outside of the container
-	UnixServiceP = 1 << 1 // CRIU's own
 	UnixCallback = 1 << 2 // restored by a plugin
 	UnixInherit  = 1 << 3 // inherited from whoever restores
 )

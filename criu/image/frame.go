@@ -29,9 +29,7 @@ const (
 	magicPidNS     = 0x61157326
 	magicSeccomp   = 0x64413049
 	magicCPUInfo   = 0x61404013
-	magicTTYInfo   = 0x59453036
 	magicGhost     = 0x52583605
-	magicRemap     = 0x59133954
 	magicCgroup    = 0x59383330
 )
 
