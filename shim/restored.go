@@ -67,7 +67,8 @@ type restored struct {
 
 	failOnce sync.Once
 	mu       sync.Mutex
-	failure  error  // why the container had to be killed
+	failure  error // why the container had to be killed
+	control  any   // its cgroup, once it runs
 	closed   bool
 }
 
@@ -180,12 +181,12 @@ func (c *restored) newPager() (*pager.Pager, error) {
 		stores[i] = pager.Store{Data: s.Data, Present: s.Present}
 	}
 	return pager.New(pager.Config{
-		Index:    index,
-		Stores:   stores,
-		Fetcher:  fetcher{node: c.service.node, id: c.prepared.RestoreId},
-		Holder:   c.keeper,
-		Policy:   pager.Policy(c.prepared.Policy),
-		OnFatal:  c.fail,
+		Index:   index,
+		Stores:  stores,
+		Fetcher: fetcher{node: c.service.node, id: c.prepared.RestoreId},
+		Holder:  c.keeper,
+		Policy:  pager.Policy(c.prepared.Policy),
+		OnFatal: c.fail,
 	})
 }
 
@@ -243,6 +244,13 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 		err = os.WriteFile(c.config, nil, 0o600)
 	}
 	if err == nil && failure == nil {
+		control, err := c.service.accounting.watch(c.id, int(resp.Pid))
+		if err != nil { // not worth the container
+			log.G(ctx).WithError(err).WithField("container", c.id).Warn("thaw: no statistics or OOM events")
+		}
+		c.mu.Lock()
+		c.control = control
+		c.mu.Unlock()
 		return resp, nil
 	}
 	c.kill()
@@ -302,6 +310,13 @@ func keepLog(path, id string) (string, error) {
 	}
 	kept := filepath.Join(dir, logName)
 	return kept, os.WriteFile(kept, b, 0o600)
+}
+
+// cgroup returns the container's cgroup, nil while it does not run.
+func (c *restored) cgroup() any {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.control
 }
 
 // complete fills all of the container's memory and ends its laziness.

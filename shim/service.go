@@ -6,6 +6,7 @@
 //
 //	Create      decides; prepares the restore (the daemon resolves and checks)
 //	Start       runs `runc restore` while the fault handler fills pages
+//	Stats       reads the cgroup, which runc's service does not know of a restored container
 //	Checkpoint  completes a restored container's memory first
 //	Delete      ends the fault handler once the container is gone
 //
@@ -67,6 +68,7 @@ func Register() {
 			s := &service{
 				TTRPCTaskService: runc,
 				node:             newNode(nodeAddress()),
+				accounting:       accounting{ctx: ic.Context, publisher: pp.(shim.Publisher)},
 				restored:         make(map[string]*restored),
 			}
 			ss.(shutdown.Service).RegisterCallback(s.shutdown)
@@ -78,6 +80,7 @@ func Register() {
 type service struct {
 	taskapi.TTRPCTaskService // runc's; what is not decorated goes there
 	node                     *node
+	accounting               accounting
 
 	mu       sync.Mutex
 	restored map[string]*restored // by container ID; guarded by mu
@@ -163,6 +166,19 @@ func (s *service) Start(ctx context.Context, r *taskapi.StartRequest) (*taskapi.
 	resp, err := c.start(ctx, func(ctx context.Context) (*taskapi.StartResponse, error) {
 		return s.TTRPCTaskService.Start(ctx, r)
 	})
+	if err != nil {
+		return nil, errgrpc.ToGRPC(err)
+	}
+	return resp, nil
+}
+
+// Stats returns the statistics of a container's cgroup.
+func (s *service) Stats(ctx context.Context, r *taskapi.StatsRequest) (*taskapi.StatsResponse, error) {
+	c := s.lookup(r.ID)
+	if c == nil {
+		return s.TTRPCTaskService.Stats(ctx, r)
+	}
+	resp, err := stats(c.cgroup())
 	if err != nil {
 		return nil, errgrpc.ToGRPC(err)
 	}
