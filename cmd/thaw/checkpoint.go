@@ -67,6 +67,10 @@ func runCheckpoint(c *cli.Context) (err error) {
 	if err != nil {
 		return err
 	}
+	// What would fail afterwards had better fail before anything is frozen.
+	if err := publish.CheckTarget(c.Context, target, certsDir(c, cfg)); err != nil {
+		return err
+	}
 	p := newProgress(c.App.ErrWriter, c.Bool("quiet"))
 	p.step("freezing %s (%s)", container.Name(), container.ID())
 	d, err := dump.Take(c.Context, client, container, dump.Options{

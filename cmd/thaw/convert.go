@@ -5,6 +5,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"os"
 
 	"github.com/urfave/cli/v2"
 
@@ -44,6 +45,12 @@ func runConvert(c *cli.Context) (err error) {
 		return err
 	}
 	if err := useDockerConfig(cfg); err != nil {
+		return err
+	}
+	if _, err := os.Stat(args[0]); err != nil {
+		return err
+	}
+	if err := publish.CheckTarget(c.Context, args[1], certsDir(c, cfg)); err != nil {
 		return err
 	}
 	p := newProgress(c.App.ErrWriter, c.Bool("quiet"))

@@ -71,7 +71,7 @@ func runInspect(c *cli.Context) error {
 	}
 	x, err := inspect(c.Context, args[0], certsDir(c, cfg))
 	if err != nil {
-		return fmt.Errorf("inspect %s: %w", args[0], err)
+		return fmt.Errorf("inspect: %w", err)
 	}
 	if c.Bool("json") {
 		return printJSON(c.App.Writer, x)

@@ -38,11 +38,13 @@ func usagef(format string, args ...any) error { return usageError{fmt.Errorf(for
 var errSilent = errors.New("")
 
 func main() {
-	// A signal cancels what runs; what was frozen or mounted is released on
-	// the way out. A second one ends the program at once.
+	// A signal cancels what runs; what was frozen or taken is released on the
+	// way out, in bounded time. More signals of the kind do not shorten that: a
+	// container must not stay frozen because somebody was impatient.
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
-	context.AfterFunc(ctx, stop)
-	os.Exit(run(ctx, os.Args, os.Stdout, os.Stderr))
+	code := run(ctx, os.Args, os.Stdout, os.Stderr)
+	stop()
+	os.Exit(code)
 }
 
 // run is main without the process around it.

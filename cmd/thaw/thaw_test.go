@@ -145,8 +145,10 @@ func serve(t *testing.T, restores ...*api.Status) string {
 
 func TestPs(t *testing.T) {
 	socket := serve(t,
-		&api.Status{ContainerId: strings.Repeat("a", 64), Pod: "default/agent", Image: "r/x:1", State: "lazy", PagesTotal: 1000, PagesPresent: 250, Faults: 40, RemoteFaults: 3,
-			FaultWaitP50Ns: 12_000, FaultWaitP99Ns: 3_400_000, BytesFetched: 5 << 20, StartedUnixNs: time.Now().Add(-time.Minute).UnixNano()},
+		&api.Status{
+			ContainerId: strings.Repeat("a", 64), Pod: "default/agent", Image: "r/x:1", State: "lazy", PagesTotal: 1000, PagesPresent: 250, Faults: 40, RemoteFaults: 3,
+			FaultWaitP50Ns: 12_000, FaultWaitP99Ns: 3_400_000, BytesFetched: 5 << 20, StartedUnixNs: time.Now().Add(-time.Minute).UnixNano(),
+		},
 		&api.Status{ContainerId: "b", State: "failed", Reason: "no \x1b[31mCPU"},
 	)
 	code, out, stderr := try(t, "ps", "--socket", socket)

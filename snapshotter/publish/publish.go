@@ -15,8 +15,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 
+	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/specs-go"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
@@ -24,6 +27,7 @@ import (
 
 	"thaw.dev/thaw/criu/image"
 	"thaw.dev/thaw/snapshotter/checkpoint"
+	"thaw.dev/thaw/snapshotter/registry"
 )
 
 // Target says where a checkpoint image goes.
@@ -84,9 +88,32 @@ func Publish(ctx context.Context, src *Source, to Target) (*Result, error) {
 	}
 	r, err := u.publish(ctx, ref, src, to, maps, files, config)
 	if err != nil {
-		return nil, explain(ref, err)
+		return nil, explain("push", ref, err)
 	}
 	return r, nil
+}
+
+// CheckTarget returns nil if the registry can be reached and takes pushes to the
+// reference.
+func CheckTarget(ctx context.Context, reference, certsDir string) error {
+	ref, err := ParseTarget(reference)
+	if err != nil {
+		return err
+	}
+	if err := remote.CheckPushPermission(ref, authn.DefaultKeychain, withContext{ctx, registry.NewPushTransport(ctx, certsDir)}); err != nil {
+		return explain("push", ref, err)
+	}
+	return nil
+}
+
+// withContext gives a context to requests that are made without one.
+type withContext struct {
+	ctx context.Context
+	rt  http.RoundTripper
+}
+
+func (w withContext) RoundTrip(r *http.Request) (*http.Response, error) {
+	return w.rt.RoundTrip(r.WithContext(w.ctx))
 }
 
 // ParseTarget checks a reference that an image is to be pushed to.

@@ -48,7 +48,11 @@ func Read(ctx context.Context, reference, certsDir string) (*Image, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%q is no image reference: use HOST/REPOSITORY:TAG", reference)
 	}
-	return read(ref, pullOptions(ctx, certsDir))
+	img, err := read(ref, pullOptions(ctx, certsDir))
+	if err != nil {
+		return nil, explain("pull", ref, err)
+	}
+	return img, nil
 }
 
 func read(ref name.Reference, opts []remote.Option) (*Image, error) {
@@ -130,7 +134,7 @@ func BaseFromRegistry(ctx context.Context, reference, certsDir string, platform 
 	opts := append(pullOptions(ctx, certsDir), remote.WithPlatform(ggcr.Platform{OS: platform.OS, Architecture: platform.Architecture, Variant: platform.Variant}))
 	desc, err := remote.Get(ref, opts...)
 	if err != nil {
-		return nil, fmt.Errorf("base image %s: %w", reference, err)
+		return nil, fmt.Errorf("base image: %w", explain("pull", ref, err))
 	}
 	img, err := desc.Image()
 	if err != nil {

@@ -8,8 +8,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/http"
-	"strings"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -343,27 +341,4 @@ func (b *meteredBody) Read(p []byte) (int, error) {
 	n, err := b.ReadCloser.Read(p)
 	b.m.uploaded(n)
 	return n, err
-}
-
-// explain puts the registry's answer into one line with what to do about it.
-func explain(ref name.Reference, err error) error {
-	var te *transport.Error
-	if !errors.As(err, &te) {
-		return fmt.Errorf("push %s: %w", ref, err)
-	}
-	said := http.StatusText(te.StatusCode)
-	for _, d := range te.Errors {
-		said += ": " + strings.Join(strings.Fields(d.String()), " ")
-	}
-	const most = 400
-	if len(said) > most {
-		said = said[:most] + "..."
-	}
-	switch te.StatusCode {
-	case http.StatusUnauthorized, http.StatusForbidden:
-		return fmt.Errorf("push %s: the registry refuses it (%s): log in, e.g. docker login %s, or set DOCKER_CONFIG", ref, said, ref.Context().RegistryStr())
-	case http.StatusRequestEntityTooLarge:
-		return fmt.Errorf("push %s: a layer is too large for the registry (%s)", ref, said)
-	}
-	return fmt.Errorf("push %s: %s", ref, said)
 }

@@ -139,14 +139,14 @@ func (c *Container) check() error {
 
 // task returns the container's running task.
 func (c *Container) task(ctx context.Context) (containerd.Task, error) {
+	var s containerd.Status
 	t, err := c.c.Task(ctx, nil)
+	if err == nil {
+		s, err = t.Status(ctx)
+	}
 	if errdefs.IsNotFound(err) {
 		return nil, fmt.Errorf("container %s is not running: only a running container can be checkpointed", short(c.info.ID))
 	}
-	if err != nil {
-		return nil, err
-	}
-	s, err := t.Status(ctx)
 	if err != nil {
 		return nil, err
 	}

@@ -6,7 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
+	"strings"
+	"time"
 
+	"github.com/containerd/log"
 	"golang.org/x/sys/unix"
 )
 
@@ -17,12 +21,77 @@ var memoryDirs = []string{"/run/thaw", "/dev/shm"}
 // tmpfs mounts and pipes.
 const margin = 64 << 20
 
+// dumpPrefix is what the names of folders for dumps begin with.
+const dumpPrefix = "thaw-dump-"
+
+// folder is a folder for one dump. It is locked as long as it is in use, so that
+// what a killed process left behind can be told from it.
+type folder struct {
+	path string
+	lock *os.File
+}
+
+func newFolder(in string) (*folder, error) {
+	path, err := os.MkdirTemp(in, dumpPrefix)
+	if err != nil {
+		return nil, err
+	}
+	lock, err := lockFolder(path)
+	if err != nil {
+		return nil, errors.Join(err, os.Remove(path))
+	}
+	return &folder{path, lock}, nil
+}
+
+func (f *folder) remove() error { return errors.Join(os.RemoveAll(f.path), f.lock.Close()) }
+
+func lockFolder(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		f.Close()
+		return nil, fmt.Errorf("lock %s: %w", path, err)
+	}
+	return f, nil
+}
+
+// abandoned is how old a folder without lock must be: its owner needs a moment
+// between making and locking it.
+const abandoned = time.Minute
+
+// sweep removes the dumps of processes that were killed: they hold memory.
+func sweep(dir string) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		info, err := e.Info()
+		if err != nil || !e.IsDir() || !strings.HasPrefix(e.Name(), dumpPrefix) || time.Since(info.ModTime()) < abandoned {
+			continue
+		}
+		path := filepath.Join(dir, e.Name())
+		lock, err := lockFolder(path)
+		if err != nil {
+			continue // in use, or not ours
+		}
+		if err := errors.Join(os.RemoveAll(path), lock.Close()); err != nil {
+			log.L.WithError(err).Warnf("the left-over dump %s cannot be removed", path)
+		}
+	}
+}
+
 // memoryDir makes a folder for a dump of about need bytes in dir, or where there
 // is room.
-func memoryDir(dir string, need int64) (string, error) {
+func memoryDir(dir string, need int64) (*folder, error) {
 	dirs := memoryDirs
 	if dir != "" {
 		dirs = []string{dir}
+	}
+	for _, d := range dirs { // before room is measured
+		sweep(d)
 	}
 	var errs []error
 	for _, d := range dirs {
@@ -36,9 +105,9 @@ func memoryDir(dir string, need int64) (string, error) {
 			errs = append(errs, err)
 			continue
 		}
-		return os.MkdirTemp(d, "dump-")
+		return newFolder(d)
 	}
-	return "", fmt.Errorf("no room in memory for the dump: %w", errors.Join(errs...))
+	return nil, fmt.Errorf("no room in memory for the dump: %w", errors.Join(errs...))
 }
 
 // holdsMemory checks that a folder is on a tmpfs with room.

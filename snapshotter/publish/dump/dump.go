@@ -31,6 +31,8 @@ import (
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"thaw.dev/thaw/criu/image"
 	"thaw.dev/thaw/snapshotter/publish"
@@ -98,11 +100,12 @@ func Take(ctx context.Context, client *containerd.Client, c *Container, opts Opt
 	if err != nil {
 		return nil, err
 	}
-	dir, err := memoryDir(opts.Dir, c.memory(ctx, d.task))
+	room, err := memoryDir(opts.Dir, c.memory(ctx, d.task))
 	if err != nil {
 		return nil, err
 	}
-	d.release = append(d.release, func(context.Context) error { return os.RemoveAll(dir) })
+	d.release = append(d.release, func(context.Context) error { return room.remove() })
+	dir := room.path
 	images, work := filepath.Join(dir, "images"), filepath.Join(dir, "work")
 	for _, p := range []string{images, work} {
 		if err := os.Mkdir(p, 0o700); err != nil {
@@ -236,9 +239,38 @@ func (d *Dump) stop(ctx context.Context) error {
 	d.paused = false
 	select {
 	case <-exited:
-		return nil
 	case <-ctx.Done():
 		return fmt.Errorf("container %s did not end: %w", short(d.info.ID), ctx.Err())
+	}
+	if d.info.Labels[labelKind] != "container" {
+		return nil
+	}
+	return d.settle(ctx)
+}
+
+// settlePoll is how often CRI is asked whether it knows that a container ended.
+const settlePoll = 10 * time.Millisecond
+
+// settle waits until CRI has noticed that its container is gone: until then it
+// refuses to delete it. CRI has no other way to say so to somebody who was not
+// listening to its events from before.
+func (d *Dump) settle(ctx context.Context) error {
+	conn, ok := d.client.Conn().(grpc.ClientConnInterface)
+	if !ok {
+		return nil
+	}
+	tick := time.NewTicker(settlePoll)
+	defer tick.Stop()
+	for client := cri.NewRuntimeServiceClient(conn); ; {
+		s, err := client.ContainerStatus(ctx, &cri.ContainerStatusRequest{ContainerId: d.info.ID})
+		if err != nil || s.GetStatus().GetState() != cri.ContainerState_CONTAINER_RUNNING {
+			return nil // it may have been deleted meanwhile
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("CRI did not notice that container %s ended: %w", short(d.info.ID), ctx.Err())
+		}
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/containerd/containerd/v2/core/containers"
 	"github.com/containerd/typeurl/v2"
@@ -90,8 +91,43 @@ func TestMemoryDir(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Remove(dir); err != nil {
+	if err := dir.remove(); err != nil {
 		t.Error(err)
+	}
+}
+
+func TestSweep(t *testing.T) {
+	in := t.TempDir()
+	long := time.Now().Add(-time.Hour)
+	var made []*folder
+	for range 3 {
+		f, err := newFolder(in)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.remove()
+		made = append(made, f)
+	}
+	used, dead, young := made[0], made[1], made[2]
+	for _, f := range []*folder{used, dead} {
+		if err := os.Chtimes(f.path, long, long); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, f := range []*folder{dead, young} {
+		if err := f.lock.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	other := filepath.Join(in, "other")
+	if err := os.Mkdir(other, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	sweep(in)
+	for path, want := range map[string]bool{used.path: true, dead.path: false, young.path: true, other: true} {
+		if _, err := os.Stat(path); (err == nil) != want {
+			t.Errorf("%s: %v", path, err)
+		}
 	}
 }
 
