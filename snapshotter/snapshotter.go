@@ -53,6 +53,10 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 	}
 	defer unlock()
 
+	criuFound, err := newCRIUCheck(cfg.CRIU)
+	if err != nil {
+		return err
+	}
 	m := newMetrics()
 	pages, err := pagestore.Open(ctx, pagestore.Options{
 		Dir:            filepath.Join(cfg.CacheDir, "pages"),
@@ -90,7 +94,7 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 		MetadataCacheSize: int64(cfg.Limits.MetadataCacheSize),
 		Policy:            cfg.Policy,
 		FillDelay:         time.Duration(cfg.Background.Delay),
-		CheckCRIU:         checkCRIU(cfg.CRIU),
+		CheckCRIU:         criuFound.check,
 		Admit:             admitImages,
 	})
 	if err != nil {

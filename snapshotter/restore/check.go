@@ -3,17 +3,15 @@
 package restore
 
 import (
-	"bufio"
 	"fmt"
 	"iter"
 	"os"
 	"runtime"
-	"strings"
-	"sync"
 
 	"github.com/containerd/errdefs"
 	"github.com/opencontainers/go-digest"
 
+	"thaw.dev/thaw/criu"
 	"thaw.dev/thaw/criu/image"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/pageindex"
@@ -30,45 +28,12 @@ func checkHost(c *checkpoint.Config) error {
 	if n := c.Host.PageSize; n != os.Getpagesize() || n != pageindex.PageSize {
 		return refuse("the checkpoint has pages of %d bytes, this node %d: run the pod on a node with that page size", n, os.Getpagesize())
 	}
-	have, err := cpuFeatures()
+	here, err := criu.CPUFeatures()
 	if err != nil {
-		return err
+		return fmt.Errorf("this node's CPU features: %w", err)
 	}
-	var missing []string
-	for _, f := range c.Host.CPUFeatures {
-		if _, ok := have[f]; !ok {
-			missing = append(missing, f)
-		}
-	}
-	if n := len(missing); n > 0 {
-		const most = 8
-		return refuse("the checkpoint needs CPU features that this node lacks (%.200q, %d in all): run the pod on a node that has them", strings.Join(missing[:min(n, most)], " "), n)
-	}
-	return nil
+	return criu.CheckCPU(c.Host.CPUFeatures, here)
 }
-
-// cpuFeatures are the flags that the kernel reports of the first CPU
-// (/proc/cpuinfo, "flags" on x86, "Features" on arm64).
-var cpuFeatures = sync.OnceValues(func() (map[string]struct{}, error) {
-	f, err := os.Open("/proc/cpuinfo")
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	out := make(map[string]struct{})
-	s := bufio.NewScanner(f)
-	s.Buffer(nil, 1<<20)
-	for s.Scan() {
-		key, value, _ := strings.Cut(s.Text(), ":")
-		if k := strings.TrimSpace(key); k == "flags" || k == "Features" {
-			for f := range strings.FieldsSeq(value) {
-				out[f] = struct{}{}
-			}
-			break
-		}
-	}
-	return out, s.Err()
-})
 
 // checkBlobs makes sure that a page index refers to nothing but layers of its
 // manifest: only those are kept by the registry and were paid for by who pushed.

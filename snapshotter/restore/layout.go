@@ -172,7 +172,7 @@ func (s *layouts) acquire(ctx context.Context, repo *registry.Repository, manife
 			return l, nil
 		}
 		s.release(l)
-		if !mine && ctx.Err() == nil && !errors.Is(l.err, checkpoint.ErrFormat) {
+		if !mine && ctx.Err() == nil && !errdefs.IsDataLoss(classed(l.err)) {
 			continue // the other's caller may have given up, or its registry failed
 		}
 		return nil, l.err

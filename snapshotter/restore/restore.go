@@ -25,6 +25,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 
+	"thaw.dev/thaw/criu/image"
 	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/config"
@@ -167,7 +168,7 @@ func (m *Manager) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.Pr
 
 // classed gives errors of the image's format a class that travels over RPC.
 func classed(err error) error {
-	if errors.Is(err, checkpoint.ErrFormat) || errors.Is(err, pageindex.ErrFormat) {
+	if errors.Is(err, checkpoint.ErrFormat) || errors.Is(err, pageindex.ErrFormat) || errors.Is(err, image.ErrFormat) {
 		return fmt.Errorf("%w: %w", err, errdefs.ErrDataLoss)
 	}
 	return err
