@@ -176,16 +176,27 @@ func (l *link) exchange(m message, fd int) error {
 	defer t.Stop()
 	select {
 	case r := <-l.replies:
-		if r.Error != "" {
-			return refusal(r.Error)
-		}
-		return nil
+		return r.err()
 	case <-l.broken:
-		return net.ErrClosed
+		// The daemon may have answered before it closed the connection.
+		select {
+		case r := <-l.replies:
+			return r.err()
+		default:
+			return net.ErrClosed
+		}
 	case <-t.C:
 		l.conn.Close()
 		return os.ErrDeadlineExceeded
 	}
+}
+
+// err returns what the daemon refused, if it did.
+func (r reply) err() error {
+	if r.Error != "" {
+		return refusal(r.Error)
+	}
+	return nil
 }
 
 // refusal is what the daemon itself answered.

@@ -77,8 +77,8 @@ func killCgroup(ctx context.Context, dir string) error {
 				return fmt.Errorf("kill process %d: %w", pid, err)
 			}
 		}
-		// Frozen processes die only once thawed; a v1 cgroup has its state in a file.
-		if err := os.WriteFile(filepath.Join(dir, "freezer.state"), []byte("THAWED"), 0); err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, os.ErrPermission) {
+		// On v1, frozen processes die only once thawed.
+		if err := thaw(dir); err != nil {
 			return fmt.Errorf("thaw cgroup: %w", err)
 		}
 		select {
@@ -118,19 +118,10 @@ func killIn(dir string, pid int) error {
 // not exist has none.
 func processes(dir string) ([]int, error) {
 	var out []int
-	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
-		if errors.Is(err, os.ErrNotExist) {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		if !d.IsDir() {
-			return nil
-		}
+	err := each(dir, func(path string) error {
 		p, err := os.ReadFile(filepath.Join(path, "cgroup.procs"))
-		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV) {
-			return nil // removed meanwhile
+		if errors.Is(err, unix.EOPNOTSUPP) {
+			return nil // threads only: their processes are listed further up
 		}
 		if err != nil {
 			return err
@@ -143,6 +134,33 @@ func processes(dir string) ([]int, error) {
 		return nil
 	})
 	return out, err
+}
+
+// thaw thaws a cgroup of the v1 freezer and all below it; others have no such
+// file.
+func thaw(dir string) error {
+	return each(dir, func(path string) error {
+		f, err := os.OpenFile(filepath.Join(path, "freezer.state"), os.O_WRONLY, 0)
+		if err != nil {
+			return err
+		}
+		_, err = f.WriteString("THAWED")
+		return errors.Join(err, f.Close())
+	})
+}
+
+// each calls f for a cgroup and all below it. What is removed meanwhile, or is
+// not there, is passed over.
+func each(dir string, f func(path string) error) error {
+	return filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && d.IsDir() {
+			err = f(path)
+		}
+		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV) {
+			return nil
+		}
+		return err
+	})
 }
 
 // waitPidfd returns when the process is dead.
