@@ -113,11 +113,11 @@ func TestDeadShimKills(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.Close()
-	close(c.done) // as good as dead: nothing is said any more
 	c.mu.Lock()
 	l := c.link
 	c.mu.Unlock()
-	l.conn.Close()
+	l.conn.Close() // as good as dead: nothing can be said any more
+	close(c.done)
 	if k := <-killed; k.RestoreID != box.RestoreID || len(k.Cgroups) != 1 || k.Cgroups[0] != box.Cgroups[0] {
 		t.Errorf("killed %+v", k)
 	}
