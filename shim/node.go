@@ -64,7 +64,7 @@ func (n *node) call(ctx context.Context, fn func(context.Context, api.NodeServic
 		}
 		err = fn(ctx, api.NewNodeClient(c))
 		if !errors.Is(err, ttrpc.ErrClosed) {
-			return err
+			return api.FromStatus(err)
 		}
 		n.drop(c)
 		if fresh || attempt > 0 {

@@ -12,7 +12,6 @@ import (
 	"strings"
 	"sync"
 	"time"
-	"unicode"
 
 	taskapi "github.com/containerd/containerd/api/runtime/task/v3"
 	runcoptions "github.com/containerd/containerd/api/types/runc/options"
@@ -217,7 +216,7 @@ func (c *restored) serve(ctx context.Context) {
 func (c *restored) fail(reason error) {
 	c.failOnce.Do(func() {
 		c.mu.Lock()
-		c.failure = oneLine(reason)
+		c.failure = errors.New(api.Line(reason.Error()))
 		c.mu.Unlock()
 		log.L.WithError(reason).WithField("container", c.id).WithField("image", c.prepared.Image).
 			Error("thaw: killing the container, its memory cannot be completed")
@@ -271,7 +270,7 @@ func (c *restored) explain(err error) error {
 	if quote != "" {
 		fmt.Fprintf(&b, "criu: %s", quote)
 	} else {
-		b.WriteString(oneLine(err).Error())
+		b.WriteString(api.Line(err.Error()))
 	}
 	if keepErr == nil {
 		fmt.Fprintf(&b, " (CRIU's log: %s)", kept)
@@ -408,23 +407,3 @@ func (c *restored) status() *api.Status {
 	}
 	return s
 }
-
-// oneLine makes an error fit into one line of an event: control characters,
-// line breaks among them, become spaces.
-func oneLine(err error) error {
-	s := strings.Map(func(r rune) rune {
-		if unicode.IsControl(r) {
-			return ' '
-		}
-		return r
-	}, err.Error())
-	return lineError{line: strings.Join(strings.Fields(s), " "), err: err}
-}
-
-type lineError struct {
-	line string
-	err  error
-}
-
-func (e lineError) Error() string { return e.line }
-func (e lineError) Unwrap() error { return e.err }

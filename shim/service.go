@@ -28,7 +28,6 @@ import (
 	"github.com/containerd/containerd/v2/pkg/shim"
 	"github.com/containerd/containerd/v2/pkg/shutdown"
 	"github.com/containerd/containerd/v2/plugins"
-	"github.com/containerd/errdefs/pkg/errgrpc"
 	"github.com/containerd/plugin"
 	"github.com/containerd/plugin/registry"
 	"github.com/containerd/ttrpc"
@@ -108,7 +107,7 @@ func (s *service) UnaryServerInterceptor() ttrpc.UnaryServerInterceptor {
 func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*taskapi.CreateTaskResponse, error) {
 	options, err := convertOptions(r.Options)
 	if err != nil {
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	r.Options = options
 	if r.Checkpoint != "" {
@@ -117,14 +116,14 @@ func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*ta
 	}
 	spec, err := oci.ReadSpec(filepath.Join(r.Bundle, oci.ConfigFilename))
 	if err != nil {
-		return nil, errgrpc.ToGRPC(fmt.Errorf("read the container's spec: %w", err))
+		return nil, api.ToStatus(fmt.Errorf("read the container's spec: %w", err))
 	}
 	if spec.Annotations[criContainerType] == criSandbox {
 		return s.TTRPCTaskService.Create(ctx, r)
 	}
 	ns, err := namespaces.NamespaceRequired(ctx)
 	if err != nil {
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	var prepared *api.PrepareResponse
 	err = s.node.call(ctx, func(ctx context.Context, c api.NodeService) (err error) {
@@ -132,18 +131,18 @@ func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*ta
 		return err
 	})
 	if err != nil {
-		return nil, errgrpc.ToGRPC(fmt.Errorf("thaw: %w", oneLine(err)))
+		return nil, api.ToStatus(fmt.Errorf("thaw: %w", err))
 	}
 	if !prepared.GetRestore() {
 		return s.TTRPCTaskService.Create(ctx, r)
 	}
 	runcOptions, err := unmarshalRuncOptions(options)
 	if err != nil {
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	c, err := newRestored(ctx, s, ns, r, spec, runcOptions, prepared)
 	if err != nil {
-		return nil, errgrpc.ToGRPC(fmt.Errorf("thaw: prepare restore of %s: %w", prepared.GetImage(), oneLine(err)))
+		return nil, api.ToStatus(fmt.Errorf("thaw: prepare restore of %s: %w", prepared.GetImage(), err))
 	}
 	r.Checkpoint = prepared.GetImagesDir()
 	resp, err := s.TTRPCTaskService.Create(ctx, r)
@@ -167,7 +166,7 @@ func (s *service) Start(ctx context.Context, r *taskapi.StartRequest) (*taskapi.
 		return s.TTRPCTaskService.Start(ctx, r)
 	})
 	if err != nil {
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	return resp, nil
 }
@@ -180,7 +179,7 @@ func (s *service) Stats(ctx context.Context, r *taskapi.StatsRequest) (*taskapi.
 	}
 	resp, err := stats(c.cgroup())
 	if err != nil {
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	return resp, nil
 }
@@ -192,18 +191,18 @@ func (s *service) Checkpoint(ctx context.Context, r *taskapi.CheckpointTaskReque
 	opts := &runcoptions.CheckpointOptions{}
 	if r.Options != nil {
 		if err := typeurl.UnmarshalTo(r.Options, opts); err != nil {
-			return nil, errgrpc.ToGRPC(err)
+			return nil, api.ToStatus(err)
 		}
 	}
 	opts.OpenTcp, opts.FileLocks, opts.ExternalUnixSockets = true, true, true
 	options, err := typeurl.MarshalAnyToProto(opts)
 	if err != nil {
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	r.Options = options
 	if c := s.lookup(r.ID); c != nil {
 		if err := c.complete(ctx); err != nil {
-			return nil, errgrpc.ToGRPC(fmt.Errorf("thaw: checkpoint of a restored container: %w", oneLine(err)))
+			return nil, api.ToStatus(fmt.Errorf("thaw: checkpoint of a restored container: %w", err))
 		}
 	}
 	return s.TTRPCTaskService.Checkpoint(ctx, r)

@@ -5,7 +5,6 @@ package snapshotter
 import (
 	"context"
 
-	"github.com/containerd/errdefs/pkg/errgrpc"
 	"github.com/containerd/log"
 
 	"thaw.dev/thaw/snapshotter/api"
@@ -25,14 +24,14 @@ func (s *service) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.Pr
 	s.metrics.prepared(resp, err)
 	if err != nil {
 		log.G(ctx).WithError(err).WithField("namespace", req.GetNamespace()).WithField("container", req.GetContainerId()).Error("restore refused")
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	return resp, nil
 }
 
 func (s *service) Fetch(ctx context.Context, req *api.FetchRequest) (*api.FetchResponse, error) {
 	if err := s.restores.Fetch(ctx, req); err != nil {
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	return &api.FetchResponse{}, nil
 }
@@ -40,7 +39,7 @@ func (s *service) Fetch(ctx context.Context, req *api.FetchRequest) (*api.FetchR
 func (s *service) Report(ctx context.Context, req *api.ReportRequest) (*api.ReportResponse, error) {
 	before, err := s.restores.Report(ctx, req.GetStatus())
 	if err != nil {
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	s.metrics.reported(before, req.GetStatus())
 	return &api.ReportResponse{}, nil
@@ -48,7 +47,7 @@ func (s *service) Report(ctx context.Context, req *api.ReportRequest) (*api.Repo
 
 func (s *service) Release(ctx context.Context, req *api.ReleaseRequest) (*api.ReleaseResponse, error) {
 	if err := s.restores.Release(ctx, req.GetRestoreId()); err != nil {
-		return nil, errgrpc.ToGRPC(err)
+		return nil, api.ToStatus(err)
 	}
 	return &api.ReleaseResponse{}, nil
 }

@@ -49,7 +49,7 @@ func (s *space) begin() {
 }
 
 // note keeps an event that is about to be applied.
-func (s *space) note(e uffd.Event) {
+func (p *Pager) note(s *space, e uffd.Event) {
 	if len(s.recent.events) >= maxEvents && len(s.young) == 0 {
 		// A space that changes often and is never filled is not seen quiet. That
 		// events were swapped is unlikely for any, more so for old ones.
@@ -57,6 +57,9 @@ func (s *space) note(e uffd.Event) {
 	}
 	s.begin()
 	s.recent.events = append(s.recent.events, e)
+	if e.Kind == uffd.Remap {
+		p.loop.restless[s] = true
+	}
 }
 
 // overlaps tells whether a move put memory to where e says something.
@@ -94,10 +97,10 @@ func (p *Pager) unmapped(s *space, e uffd.Event) {
 // fork takes a child over. It is followed when its parent is quiet.
 func (p *Pager) fork(s *space, fd uffd.FD) error {
 	s.begin()
-	c := &space{fd: fd, id: p.nextID.Add(1), pid: s.pid, child: true, pending: map[uint64]waiting{}, parent: s}
+	c := &space{fd: fd, id: p.nextID.Add(1), pid: s.pid, child: true, pending: map[uint64]waiting{}, parent: s, forked: len(s.recent.events)}
 	p.keep(c) // in any case: the child may run, so its descriptor must stay open
 	s.young = append(s.young, c)
-	p.loop.parents[s] = true
+	p.loop.restless[s] = true
 	if p.cfg.Holder != nil {
 		if err := p.cfg.Holder.Hold(c.id, int(fd), c.pid); err != nil {
 			return fmt.Errorf("second holder for the userfaultfd of a child of task %d: %w", s.pid, err)
@@ -106,45 +109,41 @@ func (p *Pager) fork(s *space, fd uffd.FD) error {
 	return nil
 }
 
-// settle looks whether the parents of children that wait are quiet. It tells
+// settle looks whether the spaces that forked or moved memory are quiet. It tells
 // whether some are not.
-func (p *Pager) settle() (waiting bool, err error) {
-	for s := range p.loop.parents {
+func (p *Pager) settle() (waiting bool) {
+	for s := range p.loop.restless {
 		if s.fd.Changing() {
 			waiting = true
 			continue
 		}
-		if err := p.quiet(s); err != nil {
-			return false, err
-		}
+		p.quiet(s)
 		p.letGoIfComplete(s)
 	}
-	return waiting, nil
+	return waiting
 }
 
 // quiet ends the epoch of a space that was seen quiet after its last event was
 // read: children are followed and doubts resolved.
-func (p *Pager) quiet(s *space) error {
-	e := s.recent
-	s.recent = epoch{}
+func (p *Pager) quiet(s *space) {
+	e, young := s.recent, s.young
+	s.recent, s.young = epoch{}, nil
+	delete(p.loop.restless, s)
 	for _, d := range e.doubts {
 		p.resolve(s, d)
 	}
-	young := s.young
-	s.young = nil
-	delete(p.loop.parents, s)
 	for _, c := range young {
 		c.parent = nil
 		if c.gone {
 			continue
 		}
-		c.wanted = e.inherited(c)
+		c.wanted = e.inherited(c, c.forked)
 		if err := p.watch(int(c.fd)); err != nil {
-			return fmt.Errorf("userfaultfd of a child of task %d: %w", c.pid, err)
+			p.loop.failed = fmt.Errorf("userfaultfd of a child of task %d: %w", c.pid, err)
+			return
 		}
 		p.letGoIfComplete(c)
 	}
-	return nil
 }
 
 // resolve strikes off what is wanted in a range where nothing is mapped.
@@ -168,55 +167,35 @@ func (p *Pager) resolve(s *space, d span) {
 	}
 }
 
-// inherited returns what a child wants that was forked in the epoch.
-func (e *epoch) inherited(c *space) ranges {
+// inherited returns what a child wants that was forked in the epoch, when so many
+// of its events had been read.
+func (e *epoch) inherited(c *space, read int) ranges {
 	r := e.base.clone()
-	// Which of the moves came before the fork? The place that a move left is gone
-	// from a child that was forked later; but if the move was to keep the mapping
-	// there, only the new place tells.
-	moved := make([]bool, len(e.events))
-	for i, m := range e.events {
-		if m.Kind != uffd.Remap {
-			continue
-		}
-		keeps := !slices.ContainsFunc(e.events[i+1:], func(u uffd.Event) bool {
-			return u.Kind == uffd.Unmap && u.Start == m.Start && u.End == m.End
-		})
-		if keeps {
-			moved[i] = c.has(m.To)
-		} else {
-			moved[i] = !c.has(m.Start)
-		}
-	}
 	for i, v := range e.events {
 		switch v.Kind {
+		case uffd.Remove:
+			if i < read { // a child of a fork meanwhile may see either
+				r.remove(v.Start, v.End, false)
+			}
 		case uffd.Remap:
-			if moved[i] {
+			if e.moved(i, c, read) {
 				r.move(v.Start, v.End, v.To)
 			}
-		case uffd.Remove:
-			r.remove(v.Start, v.End, false) // a fork meanwhile may see either
 		case uffd.Unmap:
-			// Part of a move: of its destination before it, of its source behind it.
-			j := slices.IndexFunc(e.events[i:], func(m uffd.Event) bool { return overlaps(m, v) })
-			if j >= 0 {
-				if moved[i+j] {
+			if j := e.moveOver(i); j >= 0 {
+				if e.moved(j, c, read) {
 					r.remove(v.Start, v.End, false)
 				}
 				continue
 			}
-			if slices.ContainsFunc(e.events[:i], func(m uffd.Event) bool {
-				return m.Kind == uffd.Remap && m.Start == v.Start && m.End == v.End
-			}) {
-				continue // what was there moved, or did not in the child
-			}
+			sure := !e.clear(span{v.Start, v.End}, i, i)
 			for at := v.Start; at < v.End; {
 				seg, ok := r.next(at)
 				if !ok || seg.start >= v.End {
 					break
 				}
 				lo, hi := max(seg.start, v.Start), min(seg.end, v.End)
-				if !c.has(lo) {
+				if sure && i < read || !sure && !c.has(lo) {
 					r.remove(lo, hi, false)
 				}
 				at = hi
@@ -224,6 +203,65 @@ func (e *epoch) inherited(c *space) ranges {
 		}
 	}
 	return r
+}
+
+// moveOver returns the index of the move whose first event is event i: one that
+// was asked to go to a place where something was mapped, which it unmapped. -1:
+// there is none.
+func (e *epoch) moveOver(i int) int {
+	v := e.events[i]
+	if v.Kind != uffd.Unmap {
+		return -1
+	}
+	for j := i + 1; j < len(e.events); j++ {
+		if m := e.events[j]; m.Kind == uffd.Remap && m.To == v.Start {
+			return j
+		}
+	}
+	return -1
+}
+
+// moved tells whether a move came before the fork of a child. If the order of
+// the events is not that of what they report, the child's mappings show it: the
+// place that was left is still there in a child that was forked before, and gone
+// from one that was forked later. They say nothing where other changes touch the
+// same places, or if the old place was kept; then the order counts.
+func (e *epoch) moved(i int, c *space, read int) bool {
+	m := e.events[i]
+	from, to := span{m.Start, m.End}, span{m.To, m.To + (m.End - m.Start)}
+	first, last := i, -1
+	for j, v := range e.events {
+		if e.moveOver(j) == i {
+			first = min(first, j) // all was done when the first event came
+		}
+		if j > i && last < 0 && v.Kind == uffd.Unmap && v.Start == m.Start && v.End == m.End {
+			last = j
+		}
+	}
+	before := first < read
+	if last < 0 || !e.clear(from, first, i, last) || !e.clear(to, first, i, last) {
+		return before
+	}
+	switch here := c.has(m.Start); {
+	case before && here:
+		return false
+	case !before && !here && c.has(m.To):
+		return true
+	}
+	return before
+}
+
+// clear tells whether no event but those given says something about a place.
+func (e *epoch) clear(at span, but ...int) bool {
+	for i, v := range e.events {
+		if slices.Contains(but, i) {
+			continue
+		}
+		if v.Start < at.end && at.start < v.End || overlaps(v, uffd.Event{Start: at.start, End: at.end}) {
+			return false
+		}
+	}
+	return true
 }
 
 // has tells whether an address is in registered memory of a child that is not

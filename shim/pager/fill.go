@@ -151,7 +151,7 @@ func (p *Pager) outcome(s *space, err error) error {
 	case nil:
 		p.loop.noMemory = 0
 		if s.recent.open || len(s.recent.doubts) > 0 {
-			return p.quiet(s) // or it would have been EAGAIN
+			p.quiet(s) // or it would have been EAGAIN
 		}
 		return nil
 	case unix.EAGAIN, unix.EEXIST, unix.ENOENT, unix.ESRCH, unix.ENOMEM:

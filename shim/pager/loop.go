@@ -17,12 +17,14 @@ import (
 // loop is what only the goroutine that serves faults touches.
 type loop struct {
 	spaces map[int32]*space // by descriptor
-	// parents have children that are not followed yet.
-	parents map[*space]bool
-	waits  map[Chunk]*wait
-	events uffd.Buffer
-	round  []fault // to be answered now
-	retry  []fault // to be answered when something has changed
+	// restless are the spaces whose epoch should end soon: they have children that
+	// are not followed yet, or memory was moved.
+	restless map[*space]bool
+	failed   error // what cannot be returned
+	waits    map[Chunk]*wait
+	events   uffd.Buffer
+	round    []fault // to be answered now
+	retry    []fault // to be answered when something has changed
 
 	spins      int           // since something had to be tried again
 	noMemory   time.Duration // when the kernel began to refuse, since started; 0: it does not
@@ -31,6 +33,7 @@ type loop struct {
 	fills      []chan struct{}
 	restored   bool
 	stalled    bool      // background filling had to be put off
+	unsettled  bool      // some of the restless are not quiet
 	paused     bool      // background filling waits for a chunk
 	holdOff    time.Time // no background filling before
 	swept      int       // address spaces to have before the next look for dead ones
@@ -65,7 +68,7 @@ const (
 )
 
 func (l *loop) init(*Pager) {
-	l.spaces, l.parents, l.waits = map[int32]*space{}, map[*space]bool{}, map[Chunk]*wait{}
+	l.spaces, l.restless, l.waits = map[int32]*space{}, map[*space]bool{}, map[Chunk]*wait{}
 	l.swept, l.started = minSweep, time.Now()
 }
 
@@ -111,8 +114,8 @@ func (p *Pager) serve() error {
 		if err := p.answerAll(); err != nil {
 			return err
 		}
-		if l.unsettled, err = p.settle(); err != nil {
-			return err
+		if l.unsettled = p.settle(); l.failed != nil {
+			return l.failed
 		}
 		if len(l.spaces) >= l.swept {
 			p.sweepDead()
@@ -224,12 +227,7 @@ func (p *Pager) drop(s *space) {
 		return
 	}
 	s.gone = true
-	if len(s.young) > 0 {
-		// All its threads are dead, so all has happened and is read.
-		if err := p.quiet(s); err != nil {
-			p.loop.failed = err
-		}
-	}
+	p.quiet(s) // all its threads are dead, so all has happened and is read
 	delete(p.loop.spaces, int32(s.fd))
 	p.account(s, s.wanted.pages)
 	s.wanted, s.pending = ranges{}, nil

@@ -24,10 +24,11 @@ type space struct {
 	pending map[uint64]waiting
 	// recent are the changes since the space was last seen quiet.
 	recent epoch
-	// young are children that are not followed yet, see epoch. parent is set for
-	// them.
+	// young are children that are not followed yet, see epoch. For them, parent is
+	// set, and forked is the number of recent events that came before the fork's.
 	young  []*space
 	parent *space
+	forked int
 	// cursor is where the background filling has got to.
 	cursor uint64
 }
@@ -89,7 +90,7 @@ func (p *Pager) apply(s *space, e uffd.Event, now time.Time) error {
 		if err := s.wakePending(e.To, e.To+(e.End-e.Start)); err != nil {
 			return err
 		}
-		s.note(e)
+		p.note(s, e)
 		before := s.wanted.pages
 		s.wanted.move(e.Start, e.End, e.To)
 		p.account(s, before-s.wanted.pages)
@@ -98,7 +99,7 @@ func (p *Pager) apply(s *space, e uffd.Event, now time.Time) error {
 		if err := s.wakePending(e.Start, e.End); err != nil {
 			return err
 		}
-		s.note(e)
+		p.note(s, e)
 		if e.Kind == uffd.Unmap {
 			p.unmapped(s, e)
 		} else {

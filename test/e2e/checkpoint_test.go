@@ -28,8 +28,8 @@ func thaw(ctx context.Context, s *stack.Stack, args ...string) (string, error) {
 	return stdout.String(), nil
 }
 
-// checkpoint freezes a container into an image of the stack's registry and returns the image's reference.
-func checkpoint(ctx context.Context, t *testing.T, s *stack.Stack, c *stack.Container, flags ...string) string {
+// freeze freezes a container into an image of the stack's registry and returns the image's reference.
+func freeze(ctx context.Context, t *testing.T, s *stack.Stack, c *stack.Container, flags ...string) string {
 	t.Helper()
 	ref := s.Registry.Ref("checkpoints/" + strings.ToLower(strings.NewReplacer("/", "-", "_", "-").Replace(t.Name())) + ":" + c.ID[:8])
 	args := append([]string{"checkpoint", c.ID, "--push", ref}, flags...)

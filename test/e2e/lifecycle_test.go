@@ -45,7 +45,7 @@ func frozen(ctx context.Context, t *testing.T, s *stack.Stack, name string) (ref
 	if before, err = w.observe(ctx, pod, c); err != nil {
 		t.Fatal(err)
 	}
-	ref = checkpoint(ctx, t, s, c)
+	ref = freeze(ctx, t, s, c)
 	if err := pod.Remove(ctx); err != nil {
 		t.Fatal(err)
 	}
@@ -275,7 +275,7 @@ func TestSecondGeneration(t *testing.T) {
 		t.Fatal(err)
 	}
 	first := observed(ctx, t, workloads.Node, before, pod, c) // it runs on
-	second := checkpoint(ctx, t, s, c, "--leave-running")
+	second := freeze(ctx, t, s, c, "--leave-running")
 	observed(ctx, t, workloads.Node, first, pod, c)
 	if err := pod.Remove(ctx); err != nil {
 		t.Fatal(err)

@@ -27,7 +27,7 @@ func TestBaseLayersAreNotUploaded(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.Registry.Reset()
-	ref := checkpoint(ctx, t, s, c)
+	ref := freeze(ctx, t, s, c)
 	repository := strings.TrimPrefix(ref[:strings.LastIndex(ref, ":")], s.Registry.Addr()+"/")
 	const limit = 2 << 20 // the program's memory and CRIU's images
 	if got := s.Registry.Traffic(registry.InRepository(repository)); got.Received > limit {

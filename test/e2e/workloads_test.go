@@ -241,7 +241,7 @@ func TestWorkloads(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			ref := checkpoint(ctx, t, s, c)
+			ref := freeze(ctx, t, s, c)
 			if err := old.Remove(ctx); err != nil {
 				t.Fatal(err)
 			}
@@ -281,7 +281,7 @@ func TestSharedFetch(t *testing.T) {
 	if _, err := get(ctx, old, "/touch"); err != nil {
 		t.Fatal(err)
 	}
-	ref := checkpoint(ctx, t, s, c)
+	ref := freeze(ctx, t, s, c)
 	if err := old.Remove(ctx); err != nil {
 		t.Fatal(err)
 	}

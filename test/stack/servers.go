@@ -198,6 +198,16 @@ func (s *Stack) StartDaemon(ctx context.Context) error {
 // StopDaemon stops thaw-snapshotter in order.
 func (s *Stack) StopDaemon(ctx context.Context) error { return s.daemon.Stop(ctx) }
 
+// RestartDaemon stops thaw-snapshotter and starts it with other additions to its configuration (TOML); restored containers
+// live on.
+func (s *Stack) RestartDaemon(ctx context.Context, config string) error {
+	if err := s.StopDaemon(ctx); err != nil {
+		return err
+	}
+	s.options.DaemonConfig = config
+	return s.StartDaemon(ctx)
+}
+
 // Daemon gives the daemon's process, nil while there is none.
 func (s *Stack) Daemon() *Process { return s.daemon }
 
