@@ -514,6 +514,22 @@ func TestPublishAgain(t *testing.T) {
 	}
 }
 
+// containerd records where a layer came from without the registry's port.
+func TestMountWithoutPort(t *testing.T) {
+	reg := newRegistry(t)
+	pushBase(t, reg.ref("base/app:1"))
+	src := openArchive(t, reg.ref("base/app:1")).Source
+	for i := range src.Base.Layers {
+		src.Base.Layers[i].Repositories = []string{"elsewhere.example/base/app", "127.0.0.1/base/gone", "127.0.0.1/base/app"}
+	}
+	if _, err := publish.Publish(context.Background(), src, publish.Target{Reference: reg.ref("cp/app:1")}); err != nil {
+		t.Fatal(err)
+	}
+	if len(reg.mounted) != 2 {
+		t.Errorf("mounted %v", reg.mounted)
+	}
+}
+
 // The base is in another registry: its layers are copied.
 func TestPublishToAnotherRegistry(t *testing.T) {
 	from, to := newRegistry(t), newRegistry(t)

@@ -53,7 +53,7 @@ type Base struct {
 type BaseLayer struct {
 	Descriptor v1.Descriptor
 	// Repositories are those that the layer is known to have come from, with
-	// host ("registry.example/team/app").
+	// host ("registry.example/team/app"). The host's port may be missing.
 	Repositories []string
 	// Open reads the layer from the node, or is nil if the node does not have
 	// it. It is used when the target has no other way to get the layer.

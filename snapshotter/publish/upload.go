@@ -266,7 +266,15 @@ func (u *uploader) ensure(ctx context.Context, l BaseLayer) error {
 func (u *uploader) mountable(l BaseLayer) (name.Reference, bool) {
 	for _, r := range l.Repositories {
 		repo, err := name.NewRepository(r)
-		if err != nil || repo.RegistryStr() != u.repo.RegistryStr() || repo.Name() == u.repo.Name() {
+		if err != nil {
+			continue
+		}
+		// containerd records where content came from without the port. Whether
+		// a registry at another port of that host has it is for it to say.
+		if registry := repo.RegistryStr(); registry != u.repo.RegistryStr() && registry != hostname(u.repo.RegistryStr()) {
+			continue
+		}
+		if repo = u.repo.Registry.Repo(repo.RepositoryStr()); repo.Name() == u.repo.Name() {
 			continue
 		}
 		ref := repo.Digest(l.Descriptor.Digest.String())
@@ -275,6 +283,14 @@ func (u *uploader) mountable(l BaseLayer) (name.Reference, bool) {
 		}
 	}
 	return nil, false
+}
+
+// hostname is a registry's name without its port.
+func hostname(registry string) string {
+	if h, _, err := net.SplitHostPort(registry); err == nil {
+		return h
+	}
+	return registry
 }
 
 // has reports whether a repository has a blob.

@@ -18,6 +18,7 @@ import (
 	"github.com/containerd/containerd/v2/pkg/namespaces"
 	"github.com/containerd/errdefs"
 	"github.com/containerd/platforms"
+	refdocker "github.com/distribution/reference"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
 
@@ -67,12 +68,9 @@ func baseOf(ctx context.Context, client *containerd.Client, c *Container, opts O
 	}
 	// Layers that were discarded after unpacking have lost their labels; the
 	// manifest came from the same repositories.
-	usual := sources(ctx, store, desc)
+	usual := append(repositoryOf(reference), sources(ctx, store, desc)...)
 	for _, l := range m.Layers {
-		bl := publish.BaseLayer{Descriptor: l, Repositories: usual}
-		if s := sources(ctx, store, l); len(s) > 0 {
-			bl.Repositories = s
-		}
+		bl := publish.BaseLayer{Descriptor: l, Repositories: append(usual[:len(usual):len(usual)], sources(ctx, store, l)...)}
 		if info, err := store.Info(ctx, l.Digest); err == nil && info.Size == l.Size {
 			bl.Open = contentOpener(c.Namespace, store, l)
 		}
@@ -103,9 +101,18 @@ func manifestDescriptor(ctx context.Context, store content.Provider, target v1.D
 	return v1.Descriptor{}, fmt.Errorf("nothing in it is for %s: %w", platforms.DefaultString(), errdefs.ErrNotFound)
 }
 
+// repositoryOf is the repository that a reference names, if it is one.
+func repositoryOf(reference string) []string {
+	spec, err := refdocker.ParseDockerRef(reference)
+	if err != nil {
+		return nil
+	}
+	return []string{spec.Name()}
+}
+
 // distributionSource is the beginning of the label in which containerd records
 // where content came from: "containerd.io/distribution.source.HOST" is
-// "REPOSITORY,REPOSITORY".
+// "REPOSITORY,REPOSITORY", HOST without its port.
 const distributionSource = "containerd.io/distribution.source."
 
 func sources(ctx context.Context, store content.Store, d v1.Descriptor) []string {

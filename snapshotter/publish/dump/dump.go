@@ -21,9 +21,7 @@ import (
 	"github.com/containerd/containerd/api/types/runc/options"
 	containerd "github.com/containerd/containerd/v2/client"
 	"github.com/containerd/containerd/v2/core/containers"
-	"github.com/containerd/containerd/v2/core/diff"
 	"github.com/containerd/containerd/v2/pkg/namespaces"
-	"github.com/containerd/containerd/v2/pkg/rootfs"
 	"github.com/containerd/errdefs"
 	"github.com/containerd/errdefs/pkg/errgrpc"
 	"github.com/containerd/log"
@@ -145,10 +143,7 @@ func (d *Dump) freeze(ctx context.Context, c *Container, images, work string, op
 		if c.info.SnapshotKey == "" {
 			return nil
 		}
-		// Uncompressed: compressing is done while uploading, when the
-		// container runs again.
-		changes, err = rootfs.CreateDiff(gctx, c.info.SnapshotKey, d.client.SnapshotService(c.info.Snapshotter), d.client.DiffService(),
-			diff.WithMediaType(v1.MediaTypeImageLayer), diff.WithReference("thaw-checkpoint-"+c.info.ID))
+		changes, err = rootfsChanges(gctx, d.client, c)
 		if err != nil {
 			return fmt.Errorf("changes in the root filesystem of container %s: %w", short(c.info.ID), err)
 		}
