@@ -100,9 +100,18 @@ func TestRestoredContainer(t *testing.T) {
 	ref, before := frozen(ctx, t, s, workloads.Pipeline)
 
 	started, errs := s.Containerd().Subscribe(ctx, `topic=="/tasks/start"`, `topic=="/tasks/exit"`)
-	pod, c := restore(ctx, t, s, ref, stack.ContainerOptions{})
+	const score = 321
+	pod, c := restore(ctx, t, s, ref, stack.ContainerOptions{
+		Change: func(c *cri.ContainerConfig) { c.Linux.Resources.OomScoreAdj = score },
+	})
 	observed(ctx, t, workloads.Pipeline, before, pod, c)
 
+	t.Run("OOM score", func(t *testing.T) {
+		out, err := c.Exec(ctx, "/bin/sh", "-c", "cat /proc/[0-9]*/oom_score_adj | sort -u")
+		if err != nil || strings.TrimSpace(out) != strconv.Itoa(score) {
+			t.Errorf("%q, the pod says %d: %v", out, score, err)
+		}
+	})
 	t.Run("exec", func(t *testing.T) {
 		out, err := c.Exec(ctx, "/bin/sh", "-c", "readlink /proc/1/exe; cat /etc/hostname")
 		if err != nil || !strings.Contains(out, pod.Config.Hostname) {

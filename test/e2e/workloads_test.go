@@ -22,7 +22,6 @@ import (
 // workload is a program and what its state looks like from outside. observe is called before the checkpoint and after the
 // restore; proves says whether the second observation continues the first.
 type workload struct {
-	image   string
 	env     map[string]string
 	warm    func(ctx context.Context, pod *stack.Pod, c *stack.Container) error
 	observe func(ctx context.Context, pod *stack.Pod, c *stack.Container) (string, error)

@@ -80,8 +80,30 @@ func (s *Stack) RunPod(ctx context.Context, o PodOptions) (*Pod, error) {
 	return pod, nil
 }
 
-// Remove stops and removes the pod with all its containers. A pod that is gone is no error.
+// removeTimeout bounds how long Pod.Remove tries again.
+const removeTimeout = 20 * time.Second
+
+// Remove stops and removes the pod with all its containers. A pod that is gone is no error. Like the kubelet it tries again when
+// containerd refuses: after a shim has crashed, containerd takes a moment to notice that the containers are gone too.
 func (p *Pod) Remove(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, removeTimeout)
+	defer cancel()
+	pace := time.NewTicker(50 * time.Millisecond)
+	defer pace.Stop()
+	for {
+		err := p.remove(ctx)
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return err
+		case <-pace.C:
+		}
+	}
+}
+
+func (p *Pod) remove(ctx context.Context) error {
 	if _, err := p.stack.runtime.StopPodSandbox(ctx, &cri.StopPodSandboxRequest{PodSandboxId: p.ID}); err != nil {
 		return fmt.Errorf("stop pod: %w", err)
 	}

@@ -25,6 +25,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
 	"time"
@@ -174,7 +175,21 @@ func (s *Stack) warmUp(ctx context.Context) error {
 		return err
 	}
 	_, err = pod.Run(ctx, ContainerOptions{Image: s.Registry.Ref(pauseImage)})
-	return errors.Join(err, pod.Remove(ctx))
+	if err := errors.Join(err, pod.Remove(ctx)); err != nil {
+		return err
+	}
+	// The same for containers that CRI has nothing to do with.
+	for _, args := range [][]string{
+		{"image", "pull", "--hosts-dir", "/etc/containerd/certs.d", s.Registry.Ref(pauseImage)},
+		{"run", "-d", "--net-host", s.Registry.Ref(pauseImage), "first"},
+		{"task", "rm", "-f", "first"},
+		{"container", "rm", "first"},
+	} {
+		if out, err := exec.CommandContext(ctx, filepath.Join(s.Bin, "ctr"), args...).CombinedOutput(); err != nil {
+			return fmt.Errorf("ctr %s: %w: %s", args[0], err, out)
+		}
+	}
+	return nil
 }
 
 // checkBinaries names what `make deps` should have made.
