@@ -3,11 +3,16 @@
 package shim
 
 import (
+	"errors"
+	"fmt"
+	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 
 	"github.com/containerd/cgroups/v3"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 )
 
 const cgroupRoot = "/sys/fs/cgroup"
@@ -49,12 +54,12 @@ func systemdPath(s string) string {
 	}
 	var path string
 	stem := strings.TrimSuffix(slice, ".slice")
-	for i, c := range stem {
-		if c == '-' {
-			path = filepath.Join(path, stem[:i]+".slice")
+	if stem != "-" { // the root slice is the root
+		for i, c := range stem {
+			if c == '-' {
+				path = filepath.Join(path, stem[:i]+".slice")
+			}
 		}
-	}
-	if stem != "-" {
 		path = filepath.Join(path, slice)
 	}
 	unit := name
@@ -62,4 +67,30 @@ func systemdPath(s string) string {
 		unit = prefix + "-" + name + ".scope"
 	}
 	return filepath.Join(path, unit)
+}
+
+// setOOMScores gives all processes of the first of the cgroups that exists the
+// preference of being killed that the spec says; CRIU gave them that of the dump.
+func setOOMScores(dirs []string, adj int) error {
+	for _, dir := range dirs {
+		procs, err := os.ReadFile(filepath.Join(dir, "cgroup.procs"))
+		if errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		for pid := range strings.FieldsSeq(string(procs)) {
+			path := filepath.Join("/proc", pid, "oom_score_adj")
+			had, err := os.ReadFile(path)
+			if err == nil && strings.TrimSpace(string(had)) != strconv.Itoa(adj) {
+				err = os.WriteFile(path, []byte(strconv.Itoa(adj)), 0)
+			}
+			if err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, unix.ESRCH) {
+				return fmt.Errorf("OOM score of process %s: %w", pid, err)
+			}
+		}
+		return nil
+	}
+	return nil
 }

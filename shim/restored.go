@@ -59,6 +59,7 @@ type restored struct {
 	listener *lazypages.Listener
 	keeper   *keeper.Client
 	cgroups  []string // where the kernel lists the container's processes
+	oomScore *int     // what the spec says
 	started  time.Time
 
 	stop    context.CancelFunc // ends serve and report
@@ -81,6 +82,9 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		service:  s,
 		cgroups:  cgroupDirs(spec, opts.SystemdCgroup),
 		started:  time.Now(),
+	}
+	if spec.Process != nil {
+		c.oomScore = spec.Process.OOMScoreAdj
 	}
 	c.work, c.config = filepath.Join(c.dir, "work"), filepath.Join(c.dir, "criu.conf")
 	if name := spec.Annotations["io.kubernetes.cri.sandbox-name"]; name != "" {
@@ -243,6 +247,11 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 		err = os.WriteFile(c.config, nil, 0o600)
 	}
 	if err == nil && failure == nil {
+		if c.oomScore != nil {
+			if err := setOOMScores(c.cgroups, *c.oomScore); err != nil {
+				log.G(ctx).WithError(err).WithField("container", c.id).Warn("thaw: OOM score of the checkpoint stays")
+			}
+		}
 		control, err := c.service.accounting.watch(c.id, int(resp.Pid))
 		if err != nil { // not worth the container
 			log.G(ctx).WithError(err).WithField("container", c.id).Warn("thaw: no statistics or OOM events")
