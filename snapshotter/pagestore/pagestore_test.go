@@ -370,11 +370,13 @@ func TestRestart(t *testing.T) {
 func TestDamagedFolder(t *testing.T) {
 	f := newFixture(t, 6, 20)
 	for name, damage := range map[string]func(dir string) error{
-		"short data":    func(dir string) error { return os.Truncate(filepath.Join(dir, "data"), 4096) },
-		"no bitmap":     func(dir string) error { return os.Remove(filepath.Join(dir, "present")) },
-		"no boot":       func(dir string) error { return os.Remove(filepath.Join(dir, "boot")) },
-		"gone":          os.RemoveAll,
-		"data is a dir": func(dir string) error { return errors.Join(os.Remove(filepath.Join(dir, "data")), os.Mkdir(filepath.Join(dir, "data"), 0o700)) },
+		"short data": func(dir string) error { return os.Truncate(filepath.Join(dir, "data"), 4096) },
+		"no bitmap":  func(dir string) error { return os.Remove(filepath.Join(dir, "present")) },
+		"no boot":    func(dir string) error { return os.Remove(filepath.Join(dir, "boot")) },
+		"gone":       os.RemoveAll,
+		"data is a dir": func(dir string) error {
+			return errors.Join(os.Remove(filepath.Join(dir, "data")), os.Mkdir(filepath.Join(dir, "data"), 0o700))
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := openStore(t, Options{})

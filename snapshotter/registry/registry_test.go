@@ -242,13 +242,19 @@ func TestRefused(t *testing.T) {
 			w.Header().Set("Content-Encoding", "gzip")
 			partial(whole, content[off:off+n])(w, nil)
 		}, errdefs.IsDataLoss, "encoding"},
-		"redirect loop":    {func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, r.URL.Path, http.StatusFound) }, errdefs.IsDataLoss, "redirect"},
-		"redirect to file": {func(w http.ResponseWriter, _ *http.Request) { w.Header().Set("Location", "file:///etc/passwd"); w.WriteHeader(307) }, errdefs.IsDataLoss, "redirect"},
+		"redirect loop": {func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, r.URL.Path, http.StatusFound) }, errdefs.IsDataLoss, "redirect"},
+		"redirect to file": {func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Location", "file:///etc/passwd")
+			w.WriteHeader(307)
+		}, errdefs.IsDataLoss, "redirect"},
 		"error code": {func(w http.ResponseWriter, _ *http.Request) {
 			w.WriteHeader(403)
 			_, _ = w.Write([]byte(`{"errors":[{"code":"DENIED","message":"no \u001b[31m"}]}`))
 		}, errdefs.IsPermissionDenied, "(DENIED)"},
-		"retry after too long": {func(w http.ResponseWriter, _ *http.Request) { w.Header().Set("Retry-After", "3600"); w.WriteHeader(429) }, errdefs.IsResourceExhausted, "429"},
+		"retry after too long": {func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Retry-After", "3600")
+			w.WriteHeader(429)
+		}, errdefs.IsResourceExhausted, "429"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			srv := newRegistry(t, once(1<<30, tc.bad))

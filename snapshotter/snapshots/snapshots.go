@@ -19,6 +19,7 @@ import (
 	"github.com/containerd/containerd/v2/core/remotes/docker"
 	"github.com/containerd/containerd/v2/core/snapshots"
 	"github.com/containerd/containerd/v2/pkg/reference"
+	"github.com/containerd/errdefs"
 	stargz "github.com/containerd/stargz-snapshotter/service"
 	"google.golang.org/grpc"
 )
@@ -71,5 +72,13 @@ func (s *Service) Serve(ctx context.Context, l net.Listener) error {
 // Close unmounts what the service has mounted.
 func (s *Service) Close() error {
 	s.grpc.Stop()
+	// Snapshots that were removed since containerd last asked for a clean-up are
+	// still mounted, and Close does not know them any more. An empty store has
+	// nothing to look through (ErrNotFound).
+	if c, ok := s.snapshotter.(snapshots.Cleaner); ok {
+		if err := c.Cleanup(context.Background()); err != nil && !errdefs.IsNotFound(err) {
+			return errors.Join(fmt.Errorf("snapshots service: %w", err), s.snapshotter.Close())
+		}
+	}
 	return s.snapshotter.Close()
 }
