@@ -182,6 +182,9 @@ func (d *Dump) criu(ctx context.Context, c *Container, images, work string, opts
 	if err == nil {
 		return nil
 	}
+	if ctx.Err() != nil { // given up by us: no failure of CRIU's
+		return ctx.Err()
+	}
 	return explain(c.info.ID, work, opts.LogDir, errgrpc.ToNative(err))
 }
 
