@@ -131,10 +131,9 @@ func Take(ctx context.Context, client *containerd.Client, c *Container, opts Opt
 // again if it is to.
 func (d *Dump) freeze(ctx context.Context, c *Container, images, work string, opts Options) (*publish.Source, error) {
 	src := &publish.Source{Spec: c.info.Spec.GetValue()}
-	if err := d.task.Pause(ctx); err != nil {
-		return nil, fmt.Errorf("container %s cannot be frozen: %w", short(c.info.ID), err)
+	if err := d.pause(ctx); err != nil {
+		return nil, err
 	}
-	d.paused = true
 	src.Created = time.Now()
 	g, gctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return d.criu(gctx, c, images, work, opts) })
@@ -188,11 +187,30 @@ func (d *Dump) criu(ctx context.Context, c *Container, images, work string, opts
 	return explain(c.info.ID, work, opts.LogDir, errgrpc.ToNative(err))
 }
 
+// pause freezes the container. It is not given up half-way: containerd would
+// freeze the container all the same, and nobody would know.
+func (d *Dump) pause(ctx context.Context) error {
+	whole, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanupTimeout)
+	defer cancel()
+	d.paused = true // it may be, even after an error
+	if err := d.task.Pause(whole); err != nil {
+		return fmt.Errorf("container %s cannot be frozen: %w", short(d.info.ID), err)
+	}
+	return ctx.Err()
+}
+
+// resume lets a frozen container go on, even if ctx has been cancelled.
 func (d *Dump) resume(ctx context.Context) error {
 	if !d.paused {
 		return nil
 	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanupTimeout)
+	defer cancel()
 	if err := d.task.Resume(ctx); err != nil {
+		if s, serr := d.task.Status(ctx); errdefs.IsNotFound(serr) || serr == nil && s.Status != containerd.Paused && s.Status != containerd.Pausing {
+			d.paused = false
+			return nil // it was not frozen after all, or is gone
+		}
 		return fmt.Errorf("container %s stays frozen: %w: try ctr task resume", short(d.info.ID), err)
 	}
 	d.paused = false
