@@ -45,8 +45,10 @@ const stopTimeout = 5 * time.Second
 // Run runs the daemon until the context is cancelled. ready, if not nil, is
 // called when everything serves.
 func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
-	// Files and sockets are for this user alone, whatever the umask was.
-	unix.Umask(0o077)
+	// A root filesystem's own mode is that of the folder which the snapshots
+	// service makes for it: under a stricter umask only root could enter it. What
+	// is for this user alone is made with such a mode.
+	unix.Umask(0o022)
 	unlock, err := lockState(cfg.StateDir)
 	if err != nil {
 		return err
@@ -90,6 +92,7 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 		Limits: restore.Limits{
 			MaxMemory: int64(cfg.Limits.MaxMemory), MaxState: int64(cfg.Limits.MaxState),
 			MaxPageIndex: int64(cfg.Limits.MaxPageIndex), Unused: cfg.Limits.UnusedImages,
+			UnusedSize: int64(cfg.Limits.UnusedImagesSize),
 		},
 		MetadataCacheSize: int64(cfg.Limits.MetadataCacheSize),
 		Policy:            cfg.Policy,

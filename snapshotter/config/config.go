@@ -104,6 +104,8 @@ type Limits struct {
 	// UnusedImages is how many laid-out images stay in StateDir after the last
 	// container that used them is gone.
 	UnusedImages int `toml:"unused_images"`
+	// UnusedImagesSize is what these may take of StateDir's tmpfs.
+	UnusedImagesSize Size `toml:"unused_images_size"`
 }
 
 // Background is when and how the page store is filled under the policy cached.
@@ -165,6 +167,7 @@ func Default() *Config {
 			CacheSize:         32 << 30,
 			MetadataCacheSize: 1 << 30,
 			UnusedImages:      8,
+			UnusedImagesSize:  256 << 20,
 		},
 		Background: Background{
 			Delay: Duration(3 * time.Second),
@@ -272,6 +275,7 @@ func (c *Config) finish() error {
 		{"limits.cache_size", int64(c.Limits.CacheSize), 0, 1 << 60},
 		{"limits.metadata_cache_size", int64(c.Limits.MetadataCacheSize), 0, 1 << 60},
 		{"limits.unused_images", int64(c.Limits.UnusedImages), 0, 1 << 16},
+		{"limits.unused_images_size", int64(c.Limits.UnusedImagesSize), 0, 1 << 60},
 		{"background.bytes_per_second", int64(c.Background.BytesPerSecond), 0, 1 << 60},
 		{"background.delay", int64(c.Background.Delay), 0, int64(24 * time.Hour)},
 		{"background.quiet", int64(c.Background.Quiet), 0, int64(time.Hour)},

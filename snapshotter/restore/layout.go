@@ -17,6 +17,7 @@ import (
 	"github.com/containerd/log"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/pageindex"
@@ -29,6 +30,7 @@ type Limits struct {
 	MaxState     int64 // state, compressed or unpacked, in bytes
 	MaxPageIndex int64 // page index, in bytes
 	Unused       int   // laid-out images kept after their last use
+	UnusedSize   int64 // what these may take of the tmpfs, in bytes
 }
 
 // Names in a laid-out image's folder.
@@ -54,6 +56,7 @@ type layout struct {
 	ready chan struct{} // closed when laid out, or err is set
 	err   error
 
+	size int64     // what it takes of the tmpfs, in bytes
 	refs int       // guarded by layouts.mu
 	used time.Time // when refs became 0
 }
@@ -126,8 +129,27 @@ func (l *layout) load(limits Limits) error {
 	if p, err = readBounded(l.indexPath(), limits.MaxPageIndex); err != nil {
 		return err
 	}
-	l.index, err = pageindex.Parse(p)
+	if l.index, err = pageindex.Parse(p); err != nil {
+		return err
+	}
+	l.size, err = diskUsage(l.dir)
 	return err
+}
+
+// diskUsage is what a folder with all below takes on its filesystem, in bytes.
+func diskUsage(dir string) (n int64, err error) {
+	err = filepath.WalkDir(dir, func(path string, _ os.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		var st unix.Stat_t
+		if err := unix.Lstat(path, &st); err != nil {
+			return &os.PathError{Op: "lstat", Path: path, Err: err}
+		}
+		n += st.Blocks * 512
+		return nil
+	})
+	return n, err
 }
 
 func readBounded(path string, limit int64) ([]byte, error) {
@@ -180,7 +202,7 @@ func (s *layouts) acquire(ctx context.Context, repo *registry.Repository, manife
 }
 
 // release undoes acquire or adopt. A failed layout is forgotten at once; others
-// when more than the limit are unused.
+// when those that are unused are more than the limits allow.
 func (s *layouts) release(l *layout) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -197,16 +219,18 @@ func (s *layouts) release(l *layout) {
 	l.used = time.Now()
 	for {
 		var oldest *layout
+		var size int64
 		unused := 0
 		for _, o := range s.all {
 			if o.refs == 0 {
 				unused++
+				size += o.size
 				if oldest == nil || o.used.Before(oldest.used) {
 					oldest = o
 				}
 			}
 		}
-		if unused <= s.limits.Unused {
+		if unused == 0 || unused <= s.limits.Unused && size <= s.limits.UnusedSize {
 			return
 		}
 		delete(s.all, oldest.key)
@@ -277,6 +301,9 @@ func (s *layouts) lay(ctx context.Context, repo *registry.Repository, desc v1.De
 	}
 	if err := checkPages(l.index, filepath.Join(tmp, criuDir)); err != nil {
 		return err
+	}
+	if l.size, err = diskUsage(tmp); err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
 	}
 	// Left by a run of the daemon that was killed, before prune: cannot be used.
 	if err := os.RemoveAll(l.dir); err != nil {

@@ -64,10 +64,13 @@ func (m *metadata) bytes(ctx context.Context, repo *registry.Repository, desc v1
 	if err != nil {
 		return nil, err
 	}
-	err = m.store(desc, func(f *os.File) error {
+	f, err := m.store(desc, func(f *os.File) error {
 		_, err := f.Write(p)
 		return err
 	})
+	if err == nil {
+		err = f.Close()
+	}
 	if err != nil {
 		// The content is here and right; only the next restore must fetch again.
 		log.G(ctx).WithError(err).Warn("metadata not cached")
@@ -81,10 +84,7 @@ func (m *metadata) file(ctx context.Context, repo *registry.Repository, desc v1.
 	if f, err := m.open(desc); err == nil {
 		return f, nil
 	}
-	if err := m.store(desc, func(f *os.File) error { return repo.CopyBlob(ctx, desc, f) }); err != nil {
-		return nil, err
-	}
-	return m.open(desc)
+	return m.store(desc, func(f *os.File) error { return repo.CopyBlob(ctx, desc, f) })
 }
 
 func (m *metadata) path(desc v1.Descriptor) string {
@@ -129,28 +129,29 @@ func (m *metadata) open(desc v1.Descriptor) (_ *os.File, err error) {
 	return f, err
 }
 
-func (m *metadata) store(desc v1.Descriptor, write func(*os.File) error) (err error) {
+// store makes a file of what write, which verifies it, writes. It returns the
+// file, open at its beginning.
+func (m *metadata) store(desc v1.Descriptor, write func(*os.File) error) (_ *os.File, err error) {
 	f, err := os.CreateTemp(m.dir, tmpPrefix)
 	if err != nil {
-		return fmt.Errorf("metadata cache: %w", err)
+		return nil, fmt.Errorf("metadata cache: %w", err)
 	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, os.Remove(f.Name()))
+			err = errors.Join(err, f.Close(), os.Remove(f.Name()))
 		}
 	}()
 	if err := write(f); err != nil {
-		f.Close()
-		return err
+		return nil, err
 	}
-	if err := f.Close(); err != nil {
-		return fmt.Errorf("metadata cache: %w", err)
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return nil, fmt.Errorf("metadata cache: %w", err)
 	}
 	if err := os.Rename(f.Name(), m.path(desc)); err != nil {
-		return fmt.Errorf("metadata cache: %w", err)
+		return nil, fmt.Errorf("metadata cache: %w", err)
 	}
 	m.trim(desc.Digest)
-	return nil
+	return f, nil
 }
 
 // trim removes what was not used for the longest time until the cache is within

@@ -322,7 +322,7 @@ func (m *Manager) repository(ref string) (*repository, error) {
 func (r *restored) response() *api.PrepareResponse {
 	resp := &api.PrepareResponse{
 		Restore: true, RestoreId: r.record.ID, Image: r.record.Image, Digest: r.record.Manifest,
-		ImagesDir: r.layout.images(), PageIndex: r.layout.indexPath(), Policy: r.record.Policy, PagesTotal: r.status.GetPagesTotal(),
+		ImagesDir: r.layout.images(), PageIndex: r.layout.indexPath(), Policy: r.record.Policy, PagesTotal: totalPages(r.layout.index),
 	}
 	for _, b := range r.blobs {
 		resp.Stores = append(resp.Stores, &api.Store{Data: b.DataPath(), Present: b.PresentPath()})

@@ -215,7 +215,7 @@ func newNode(t *testing.T) *node {
 			Hosts:   registry.Hosts(t.Context(), registry.HostOptions{CertsDir: filepath.Dir(certs)}),
 			Timeout: 100 * time.Millisecond, StallTimeout: time.Second, Backoff: time.Millisecond,
 		}),
-		Limits:            Limits{MaxMemory: 1 << 30, MaxState: 1 << 20, MaxPageIndex: 1 << 20, Unused: 1},
+		Limits:            Limits{MaxMemory: 1 << 30, MaxState: 1 << 20, MaxPageIndex: 1 << 20, Unused: 1, UnusedSize: 1 << 20},
 		MetadataCacheSize: 1 << 30,
 		Policy:            "cached",
 	}
@@ -623,6 +623,42 @@ func TestRefused(t *testing.T) {
 			}
 			if len(n.manager.List()) != 0 || len(n.manager.repos) != 0 {
 				t.Error("a restore or a repository is left")
+			}
+		})
+	}
+}
+
+// TestUnusedImages: laid-out images are kept within the limits after their last
+// use, and never removed before it.
+func TestUnusedImages(t *testing.T) {
+	for name, limits := range map[string]Limits{
+		"number": {MaxMemory: 1 << 30, MaxState: 1 << 20, MaxPageIndex: 1 << 20, Unused: 0, UnusedSize: 1 << 30},
+		"size":   {MaxMemory: 1 << 30, MaxState: 1 << 20, MaxPageIndex: 1 << 20, Unused: 9, UnusedSize: 100},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t)
+			n.stop()
+			n.opts.Limits = limits
+			n.start()
+			n.push(newSample(t))
+			var dir string
+			for _, id := range []string{"a", "b"} {
+				resp, err := n.prepare(id, nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				dir = resp.ImagesDir
+			}
+			for i, id := range []string{"a", "b"} {
+				if _, err := os.Stat(dir); err != nil {
+					t.Fatalf("removed while %d restores use it: %v", 2-i, err)
+				}
+				if err := n.manager.Release(t.Context(), ID("k8s.io", id)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+				t.Fatalf("kept beyond the limit: %v", err)
 			}
 		})
 	}

@@ -88,6 +88,9 @@ func TestPlain(t *testing.T) {
 		t.Fatal(err)
 	}
 	mounted(t, mounts, func(dir string) {
+		if info, err := os.Stat(dir); err != nil || info.Mode().Perm() != 0o755 {
+			t.Errorf("a container's user could not enter its root: %v %v", info.Mode(), err)
+		}
 		if err := os.WriteFile(filepath.Join(dir, "base"), []byte("base"), 0o644); err != nil {
 			t.Fatal(err)
 		}
