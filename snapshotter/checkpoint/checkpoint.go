@@ -9,6 +9,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -41,6 +42,11 @@ const (
 	// digest unique to the checkpoint: CRI identifies an image by that digest,
 	// and two references with one config would be one image.
 	LabelID = Prefix + "checkpoint-id"
+
+	// AnnotationArtifactType on the checkpoint's descriptor in the index repeats
+	// its artifactType, because tools that know OCI 1.0 only drop that field when
+	// they copy an index, but keep annotations.
+	AnnotationArtifactType = Prefix + "artifact-type"
 
 	// AnnotationName is an annotation of the checkpoint manifest: the name of
 	// the container that was dumped.
@@ -179,16 +185,22 @@ type Image struct {
 	Pages     []v1.Descriptor
 }
 
-// Find returns the descriptor of the checkpoint manifest in an OCI index, or
+// Find returns the descriptor of the checkpoint manifest in an OCI index, which is
+// known by its artifactType or, where that was lost, its annotation, or
 // ErrNoCheckpoint. A checkpoint of another format version is ErrFormat.
 func Find(index *v1.Index) (v1.Descriptor, error) {
 	var found *v1.Descriptor
 	for i, m := range index.Manifests {
-		if len(m.ArtifactType) < len(artifactFamily) || m.ArtifactType[:len(artifactFamily)] != artifactFamily {
+		kind := m.ArtifactType
+		if kind == "" {
+			kind = m.Annotations[AnnotationArtifactType]
+		}
+		version, ok := strings.CutPrefix(kind, artifactFamily)
+		if !ok {
 			continue
 		}
-		if m.ArtifactType != ArtifactType {
-			return v1.Descriptor{}, unknownVersion(m.ArtifactType[len(artifactFamily):])
+		if kind != ArtifactType {
+			return v1.Descriptor{}, unknownVersion(version)
 		}
 		if found != nil {
 			return v1.Descriptor{}, fmt.Errorf("%w: the index names two checkpoints", ErrFormat)

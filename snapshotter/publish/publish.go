@@ -227,6 +227,7 @@ func (u *uploader) checkpointManifest(ctx context.Context, c *checkpoint.Config,
 	}
 	desc, err := u.putManifest(ctx, m)
 	desc.ArtifactType = checkpoint.ArtifactType
+	desc.Annotations = map[string]string{checkpoint.AnnotationArtifactType: checkpoint.ArtifactType}
 	desc.Platform = &v1.Platform{OS: "unknown", Architecture: "unknown"}
 	return desc, err
 }
