@@ -4,6 +4,7 @@ package snapshotter
 
 import (
 	"context"
+	"time"
 
 	"github.com/containerd/log"
 

@@ -239,12 +239,6 @@ func damaged(host string) *Error {
 	return e
 }
 
-// Damaged is the error for content that was fetched from a host by range and
-// found by the caller not to have its digest.
-func Damaged(d digest.Digest, host string) error {
-	return failure(describe("blobs", d), []*Error{damaged(host)})
-}
-
 // Range names a part of a blob.
 type Range struct {
 	Digest digest.Digest
