@@ -21,11 +21,16 @@ type service struct {
 var _ api.NodeService = (*service)(nil)
 
 func (s *service) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.PrepareResponse, error) {
+	begin := time.Now()
 	resp, err := s.restores.Prepare(ctx, req)
 	s.metrics.prepared(resp, err)
+	lg := log.G(ctx).WithField("namespace", req.GetNamespace()).WithField("container", req.GetContainerId())
 	if err != nil {
-		log.G(ctx).WithError(err).WithField("namespace", req.GetNamespace()).WithField("container", req.GetContainerId()).Error("restore refused")
+		lg.WithError(err).Error("restore refused")
 		return nil, api.ToStatus(err)
+	}
+	if resp.GetRestore() {
+		lg.WithField("image", resp.GetImage()).WithField("took", time.Since(begin)).Info("restore prepared")
 	}
 	return resp, nil
 }
