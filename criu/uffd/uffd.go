@@ -208,6 +208,9 @@ func (f FD) Registered(address uint64) (bool, error) {
 	case unix.EINVAL: // it was found, but is of the wrong kind for this ioctl
 		return true, nil
 	case unix.ENOENT:
+		if f.Changing() { // perhaps since the kernel looked at that and not at the mappings yet
+			return false, unix.EAGAIN
+		}
 		return false, nil
 	}
 	return false, err

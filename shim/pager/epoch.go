@@ -4,9 +4,6 @@ package pager
 
 import (
 	"fmt"
-	"slices"
-
-	"golang.org/x/sys/unix"
 
 	"thaw.dev/thaw/criu/uffd"
 )
@@ -16,24 +13,27 @@ import (
 //
 // It is needed because the kernel queues the event of a change only after it let
 // go of the lock under which it made it. So the events of two threads can come in
-// the other order than what they report, and two such pairs matter:
+// the other order than what they report, and a change that is reported by several
+// events may have others' events between them. Two cases matter:
 //
 //   - A fork and another thread's mremap or munmap: the child may have been copied
-//     before or after the other change, whatever the order of the events.
-//   - A munmap and another thread's mremap that is given the place that has just
-//     become free: its memory must not be struck off by the late event. The same
-//     is the case with an mremap, which reports in a second event that the old
-//     place is free.
+//     before or after the other change, whatever the order of the events. That is
+//     decided when the space is quiet, when all that happened is known and the
+//     child's mappings can be looked at. Until then the child is not followed: its
+//     faults and events wait.
+//   - An mremap reports in a last event that the old place is free. By then
+//     another mremap may have filled that place, which must not be struck off.
 //
-// Both are decided when the space is quiet, when all that happened is known and
-// the kernel can be asked what is where. Until then a child is not followed:
-// its faults and events wait. Nothing can be filled between two quiet moments
-// but at them, because filling fails while a change is under way.
+// One case cannot be told apart from its harmless twin and is taken for that: a
+// munmap whose event is overtaken by that of an mremap that was given the place just
+// freed. The kernel has no answer to it either.
+//
+// Nothing can be filled but at quiet moments, because filling fails while a change
+// is under way; so a fill that succeeds ends an epoch.
 type epoch struct {
 	open   bool
 	base   ranges       // what was wanted at its beginning
 	events []uffd.Event // Remap, Remove and Unmap
-	doubts []span       // unmapped, but perhaps before memory was moved there
 }
 
 type span struct{ start, end uint64 }
@@ -44,7 +44,7 @@ const maxEvents = 256
 // begin opens the epoch if there is none.
 func (s *space) begin() {
 	if !s.recent.open {
-		s.recent = epoch{open: true, base: s.wanted.clone(), doubts: s.recent.doubts}
+		s.recent = epoch{open: true, base: s.wanted.clone()}
 	}
 }
 
@@ -67,31 +67,19 @@ func overlaps(move, e uffd.Event) bool {
 	return move.Kind == uffd.Remap && move.To < e.End && e.Start < move.To+(move.End-move.Start)
 }
 
-// unmapped strikes off what an Unmap event reports, except memory that was moved
-// there in this epoch: that is decided when the space is quiet.
-func (p *Pager) unmapped(s *space, e uffd.Event) {
-	var arrived []span
-	for _, m := range s.recent.events {
-		if overlaps(m, e) {
-			arrived = append(arrived, span{max(m.To, e.Start), min(m.To+(m.End-m.Start), e.End)})
+// trails tells whether event i is the second half of a move, which says that the
+// old place is free.
+func (e *epoch) trails(i int) bool {
+	v := e.events[i]
+	if v.Kind != uffd.Unmap {
+		return false
+	}
+	for j := i - 1; j >= 0; j-- {
+		if m := e.events[j]; m.Kind != uffd.Remove && m.Start == v.Start && m.End == v.End {
+			return m.Kind == uffd.Remap
 		}
 	}
-	if len(arrived) == 0 {
-		p.strike(s, e.Start, e.End)
-		return
-	}
-	slices.SortFunc(arrived, func(a, b span) int { return int(int64(a.start - b.start)) })
-	at := e.Start
-	for _, a := range arrived {
-		if at < a.start {
-			p.strike(s, at, a.start)
-		}
-		at = max(at, a.end)
-	}
-	if at < e.End {
-		p.strike(s, at, e.End)
-	}
-	s.recent.doubts = append(s.recent.doubts, arrived...)
+	return false
 }
 
 // fork takes a child over. It is followed when its parent is quiet.
@@ -124,14 +112,11 @@ func (p *Pager) settle() (waiting bool) {
 }
 
 // quiet ends the epoch of a space that was seen quiet after its last event was
-// read: children are followed and doubts resolved.
+// read: children are followed.
 func (p *Pager) quiet(s *space) {
 	e, young := s.recent, s.young
 	s.recent, s.young = epoch{}, nil
 	delete(p.loop.restless, s)
-	for _, d := range e.doubts {
-		p.resolve(s, d)
-	}
 	for _, c := range young {
 		c.parent = nil
 		if c.gone {
@@ -143,27 +128,6 @@ func (p *Pager) quiet(s *space) {
 			return
 		}
 		p.letGoIfComplete(c)
-	}
-}
-
-// resolve strikes off what is wanted in a range where nothing is mapped.
-func (p *Pager) resolve(s *space, d span) {
-	for at := d.start; at < d.end; {
-		seg, ok := s.wanted.next(at)
-		if !ok || seg.start >= d.end {
-			return
-		}
-		lo, hi := max(seg.start, d.start), min(seg.end, d.end)
-		switch here, err := s.fd.Registered(lo); {
-		case err == unix.EAGAIN:
-			// Changing again. What is wanted where nothing is mapped does no harm
-			// until a mapping grows over it.
-			s.recent.doubts = append(s.recent.doubts, span{lo, d.end})
-			return
-		case err == nil && !here:
-			p.strike(s, lo, hi)
-		}
-		at = hi
 	}
 }
 
@@ -188,14 +152,18 @@ func (e *epoch) inherited(c *space, read int) ranges {
 				}
 				continue
 			}
-			sure := !e.clear(span{v.Start, v.End}, i, i)
+			if e.trails(i) {
+				continue
+			}
+			touched := e.touched(span{v.Start, v.End}, i, i)
 			for at := v.Start; at < v.End; {
 				seg, ok := r.next(at)
 				if !ok || seg.start >= v.End {
 					break
 				}
 				lo, hi := max(seg.start, v.Start), min(seg.end, v.End)
-				if sure && i < read || !sure && !c.has(lo) {
+				here, known := c.has(lo)
+				if sure := known && !touched; sure && !here || !sure && i < read {
 					r.remove(lo, hi, false)
 				}
 				at = hi
@@ -224,11 +192,10 @@ func (e *epoch) moveOver(i int) int {
 // moved tells whether a move came before the fork of a child. If the order of
 // the events is not that of what they report, the child's mappings show it: the
 // place that was left is still there in a child that was forked before, and gone
-// from one that was forked later. They say nothing where other changes touch the
+// from one that was forked later. They say nothing if a later event touches the
 // same places, or if the old place was kept; then the order counts.
 func (e *epoch) moved(i int, c *space, read int) bool {
 	m := e.events[i]
-	from, to := span{m.Start, m.End}, span{m.To, m.To + (m.End - m.Start)}
 	first, last := i, -1
 	for j, v := range e.events {
 		if e.moveOver(j) == i {
@@ -239,40 +206,35 @@ func (e *epoch) moved(i int, c *space, read int) bool {
 		}
 	}
 	before := first < read
-	if last < 0 || !e.clear(from, first, i, last) || !e.clear(to, first, i, last) {
+	if last < 0 || e.touched(span{m.Start, m.End}, i, last) || e.touched(span{m.To, m.To + (m.End - m.Start)}, i, last) {
 		return before
 	}
-	switch here := c.has(m.Start); {
-	case before && here:
-		return false
-	case !before && !here && c.has(m.To):
-		return true
+	old, known := c.has(m.Start)
+	if !known {
+		return before
 	}
-	return before
+	if before {
+		return !old
+	}
+	arrived, known := c.has(m.To)
+	return known && !old && arrived
 }
 
-// clear tells whether no event but those given says something about a place.
-func (e *epoch) clear(at span, but ...int) bool {
-	for i, v := range e.events {
-		if slices.Contains(but, i) {
-			continue
-		}
-		if v.Start < at.end && at.start < v.End || overlaps(v, uffd.Event{Start: at.start, End: at.end}) {
-			return false
+// touched tells whether an event behind event i, other than event but, says
+// something about a place.
+func (e *epoch) touched(at span, i, but int) bool {
+	for j := i + 1; j < len(e.events); j++ {
+		v := e.events[j]
+		if j != but && (v.Start < at.end && at.start < v.End || overlaps(v, uffd.Event{Start: at.start, End: at.end})) {
+			return true
 		}
 	}
-	return true
+	return false
 }
 
-// has tells whether an address is in registered memory of a child that is not
-// followed yet.
-func (s *space) has(at uint64) bool {
+// has tells whether an address is in registered memory of a child. That is not
+// known while the child changes its mappings itself.
+func (s *space) has(at uint64) (here, known bool) {
 	here, err := s.fd.Registered(at)
-	if err == unix.EAGAIN {
-		// The child itself changes its mappings, and will until its events are
-		// read. Registering again what is registered changes nothing, and fails where
-		// nothing is mapped.
-		return s.fd.Register(at, pageSize) == nil
-	}
-	return err == nil && here
+	return here, err == nil
 }

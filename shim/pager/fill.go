@@ -150,7 +150,7 @@ func (p *Pager) outcome(s *space, err error) error {
 	switch err {
 	case nil:
 		p.loop.noMemory = 0
-		if s.recent.open || len(s.recent.doubts) > 0 {
+		if s.recent.open {
 			p.quiet(s) // or it would have been EAGAIN
 		}
 		return nil

@@ -381,15 +381,15 @@ func TestScenarios(t *testing.T) {
 				if s.Faults == 0 || s.RemoteFaults == 0 || s.CopiedPages == 0 || s.FaultWaitP50 == 0 {
 					t.Error("nothing was counted")
 				}
+				if len(p.WorkingSet()) == 0 {
+					t.Error("no working set was recorded")
+				}
+				p.Close()
 				for k, n := range cp.fetched {
 					if n > 2 { // once in the background, once to overtake
 						t.Errorf("%+v was fetched %d times", k, n)
 					}
 				}
-				if len(p.WorkingSet()) == 0 {
-					t.Error("no working set was recorded")
-				}
-				p.Close()
 				v.sock.Close()
 				for _, f := range cp.files {
 					f.Close()

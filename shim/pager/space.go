@@ -100,9 +100,7 @@ func (p *Pager) apply(s *space, e uffd.Event, now time.Time) error {
 			return err
 		}
 		p.note(s, e)
-		if e.Kind == uffd.Unmap {
-			p.unmapped(s, e)
-		} else {
+		if !s.recent.trails(len(s.recent.events) - 1) {
 			p.strike(s, e.Start, e.End)
 		}
 		return nil
