@@ -56,6 +56,7 @@ type restored struct {
 	pod           string // namespace/name, of CRI containers
 
 	pager    *pager.Pager
+	fetcher  *fetcher
 	listener *lazypages.Listener
 	keeper   *keeper.Client
 	cgroups  []string // where the kernel lists the container's processes
@@ -183,10 +184,11 @@ func (c *restored) newPager() (*pager.Pager, error) {
 	for i, s := range c.prepared.Stores {
 		stores[i] = pager.Store{Data: s.Data, Present: s.Present}
 	}
+	c.fetcher = newFetcher(c.service.node, c.prepared.RestoreId, index)
 	return pager.New(pager.Config{
 		Index:   index,
 		Stores:  stores,
-		Fetcher: fetcher{node: c.service.node, id: c.prepared.RestoreId},
+		Fetcher: c.fetcher,
 		Holder:  c.keeper,
 		Policy:  pager.Policy(c.prepared.Policy),
 		OnFatal: c.fail,
@@ -352,6 +354,7 @@ func (c *restored) close(ctx context.Context) {
 	}
 	if c.pager != nil {
 		c.pager.Close()
+		c.fetcher.wait()
 	}
 	if c.keeper != nil {
 		if err := c.keeper.Done(); err != nil {

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package readahead
+
+import (
+	"math/rand"
+	"testing"
+)
+
+// walkOver touches chunks in order and returns how many were missed and how many were fetched but not touched.
+func walkOver(chunks []int, n int) (misses, wasted int) {
+	var p Predictor
+	present := make(map[int]bool)
+	touched := make(map[int]bool)
+	for _, c := range chunks {
+		touched[c] = true
+		if present[c] {
+			continue
+		}
+		misses++
+		present[c] = true
+		for _, a := range p.Miss(c, n) {
+			present[a] = true
+		}
+	}
+	for c := range present {
+		if !touched[c] {
+			wasted++
+		}
+	}
+	return misses, wasted
+}
+
+func every(first, stride, count int) []int {
+	var out []int
+	for i := range count {
+		out = append(out, first+i*stride)
+	}
+	return out
+}
+
+func TestWalks(t *testing.T) {
+	const n = 100000
+	interleaved := []int{}
+	a, b := every(10, 7, 300), every(50001, 7, 300)
+	for i := range a {
+		interleaved = append(interleaved, a[i], b[i])
+	}
+	pairs := []int{}
+	for _, c := range every(5, 50, 300) {
+		pairs = append(pairs, c, c+1)
+	}
+	for name, tc := range map[string]struct {
+		chunks         []int
+		misses, wasted int // at most
+	}{
+		"scan":        {every(0, 1, 300), 16, maxWindow},
+		"backwards":   {every(5000, -1, 300), 16, maxWindow},
+		"stride":      {every(3, 50, 300), 16, maxWindow},
+		"interleaved": {interleaved, 32, 2 * maxWindow},
+		"pairs":       {pairs, 32, 3 * maxWindow},
+		"short":       {every(3, 50, 3), 3, firstWindow},
+		"two":         {every(3, 50, 2), 2, 0},
+		"same":        {[]int{4, 4, 4}, 1, 0},
+	} {
+		misses, wasted := walkOver(tc.chunks, n)
+		if misses > tc.misses || wasted > tc.wasted {
+			t.Errorf("%s: %d misses for %d chunks, %d fetched in vain", name, misses, len(tc.chunks), wasted)
+		}
+	}
+}
+
+// TestRandomTouchesCostLittle: where there is no walk, little is fetched in vain.
+func TestRandomTouchesCostLittle(t *testing.T) {
+	const n, touches = 16384, 1000
+	r := rand.New(rand.NewSource(1))
+	var chunks []int
+	for range touches {
+		chunks = append(chunks, r.Intn(n))
+	}
+	if _, wasted := walkOver(chunks, n); wasted > touches/5 {
+		t.Errorf("%d chunks fetched in vain for %d random ones", wasted, touches)
+	}
+}
+
+// TestWithinTheBlob: nothing outside of the blob is predicted, whatever is missed.
+func TestWithinTheBlob(t *testing.T) {
+	const n = 20
+	r := rand.New(rand.NewSource(2))
+	var p Predictor
+	for range 10000 {
+		for _, c := range p.Miss(r.Intn(n), n) {
+			if c < 0 || c >= n {
+				t.Fatalf("chunk %d of %d", c, n)
+			}
+		}
+	}
+}
