@@ -5,7 +5,7 @@
 //
 // Environment: MEMORY_MIB is the amount, 64 if unset. It listens on :8080:
 //
-//	GET /touch   checks 1 % of the memory, in runs of 64 KiB spread evenly, always the same
+//	GET /touch   checks 1 % of the memory, in runs of 256 KiB spread evenly, always the same
 //	GET /verify  checks all of it
 //
 // Both answer {"ok":true,"bytes":N,"requests":M}, where M counts the requests so far, or status 500 with the first wrong address.
@@ -29,7 +29,7 @@ import (
 const (
 	pageSize = 4096
 	// run is how much is touched in one place.
-	run = 64 << 10
+	run = 256 << 10
 	// share is what part of the memory a touch checks: one in share.
 	share = 100
 )
