@@ -16,7 +16,7 @@ COMMANDS := containerd-shim-thaw-v1 thaw-snapshotter thaw
 # The daemon embeds libraries that need no cgo; without it all three run on any libc.
 export CGO_ENABLED ?= 0
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
-LDFLAGS := -s -w
+LDFLAGS := -s -w -X main.version=$(VERSION)
 
 # Fuzz targets run for a number of inputs, not for a time, so that the result does not hang on the machine's speed.
 FUZZ_COUNT ?= 20000x
