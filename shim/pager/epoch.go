@@ -24,9 +24,11 @@ import (
 //   - An mremap reports in a last event that the old place is free. By then
 //     another mremap may have filled that place, which must not be struck off.
 //
-// One case cannot be told apart from its harmless twin and is taken for that: a
+// Some cases cannot be told apart from harmless twins and are taken for those: a
 // munmap whose event is overtaken by that of an mremap that was given the place just
-// freed. The kernel has no answer to it either.
+// freed, and a fork whose event is overtaken by that of a munmap. Both need a thread
+// that is held up for the whole time between two neighbouring instructions of
+// the kernel.
 //
 // Nothing can be filled but at quiet moments, because filling fails while a change
 // is under way; so a fill that succeeds ends an epoch.
@@ -155,15 +157,19 @@ func (e *epoch) inherited(c *space, read int) ranges {
 			if e.trails(i) {
 				continue
 			}
-			touched := e.touched(span{v.Start, v.End}, i, i)
+			if i < read {
+				// That it is mapped in the child says nothing: another mapping may
+				// have grown over the place, which causes no event.
+				r.remove(v.Start, v.End, false)
+				continue
+			}
 			for at := v.Start; at < v.End; {
 				seg, ok := r.next(at)
 				if !ok || seg.start >= v.End {
 					break
 				}
 				lo, hi := max(seg.start, v.Start), min(seg.end, v.End)
-				here, known := c.has(lo)
-				if sure := known && !touched; sure && !here || !sure && i < read {
+				if here, known := c.has(lo); known && !here {
 					r.remove(lo, hi, false)
 				}
 				at = hi
@@ -190,10 +196,11 @@ func (e *epoch) moveOver(i int) int {
 }
 
 // moved tells whether a move came before the fork of a child. If the order of
-// the events is not that of what they report, the child's mappings show it: the
-// place that was left is still there in a child that was forked before, and gone
-// from one that was forked later. They say nothing if a later event touches the
-// same places, or if the old place was kept; then the order counts.
+// the events is not that of what they report, the child's mappings show it: it has
+// the old place or the new one. They say nothing if it has both (there was
+// something at the new place before, or a mapping has grown over the old one, which
+// causes no event) or if a later event touches the same places; then the order
+// counts.
 func (e *epoch) moved(i int, c *space, read int) bool {
 	m := e.events[i]
 	first, last := i, -1
@@ -210,14 +217,11 @@ func (e *epoch) moved(i int, c *space, read int) bool {
 		return before
 	}
 	old, known := c.has(m.Start)
-	if !known {
+	arrived, alsoKnown := c.has(m.To)
+	if !known || !alsoKnown || old == arrived {
 		return before
 	}
-	if before {
-		return !old
-	}
-	arrived, known := c.has(m.To)
-	return known && !old && arrived
+	return arrived
 }
 
 // touched tells whether an event behind event i, other than event but, says
