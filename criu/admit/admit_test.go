@@ -238,6 +238,11 @@ func TestRefuses(t *testing.T) {
 			m.Fsname, m.Source = proto.String("ext4"), proto.String("/dev/sda1")
 			d.mounts = append(d.mounts, m)
 		}, "a filesystem of type ext4 at /mnt"},
+		"part of a volume": {func(d *dump, _ *specs.Spec) { d.mounts[2].RootDev = d.mounts[4].RootDev }, "a part (/) of another filesystem at /dev"},
+		"part of the root": {func(d *dump, _ *specs.Spec) {
+			d.mounts[2].RootDev, d.mounts[2].Root = d.mounts[0].RootDev, proto.String("/etc")
+		}, "a part (/etc) of another filesystem at /dev"},
+		"way out of a mount":    {func(d *dump, _ *specs.Spec) { d.mounts[2].Root = proto.String("/../../etc") }, "a part (/../../etc) of another filesystem at /dev"},
 		"devtmpfs":              {func(d *dump, _ *specs.Spec) { d.mounts = append(d.mounts, mount(120, "/host", "DEVTMPFS", 0, "")) }, "type devtmpfs"},
 		"another proc":          {func(d *dump, _ *specs.Spec) { d.mounts = append(d.mounts, mount(120, "/mnt/proc", "PROC", 0, "")) }, "proc at /mnt/proc"},
 		"writable part of proc": {func(d *dump, _ *specs.Spec) { d.mounts = append(d.mounts, mount(120, "/proc/fs", "PROC", 0, "")) }, "proc at /proc/fs"},

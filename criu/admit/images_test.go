@@ -98,7 +98,7 @@ func coreOf(uid uint32, permitted uint64, process bool) *core.CoreEntry {
 
 func mount(id int, place, typ string, flags uint32, key string) *mnt.MntEntry {
 	m := &mnt.MntEntry{
-		MntId: proto.Uint32(uint32(id)), ParentMntId: proto.Uint32(1), RootDev: proto.Uint32(1), Flags: proto.Uint32(flags), Root: proto.String("/"),
+		MntId: proto.Uint32(uint32(id)), ParentMntId: proto.Uint32(1), RootDev: proto.Uint32(uint32(id)), Flags: proto.Uint32(flags), Root: proto.String("/"),
 		Mountpoint: proto.String(place), Source: proto.String(typ), Options: proto.String(""),
 	}
 	m.Fstype = proto.Uint32(uint32(mnt.Fstype_value[typ]))

@@ -32,6 +32,7 @@ func (c *check) mounts() error {
 		return fmt.Errorf("%w: no mounts in the images", image.ErrFormat)
 	}
 	want := c.destinations()
+	given := givenDevices(all)
 	at := make(map[string]image.Mount) // the last one at a place hides the others
 	for i := range all {
 		m := &all[i]
@@ -54,12 +55,33 @@ func (c *check) mounts() error {
 			}
 		case m.External:
 			c.external(m, want)
+		case given[m.Device], slices.Contains(strings.Split(m.Root, "/"), ".."):
+			// CRIU would bind it to a place in what the restore is given, and take
+			// the flags from the image: a read-only volume would be writable, and
+			// dots lead out of it.
+			c.refuse(Difference{
+				Field: "mount", Image: fmt.Sprintf("a part (%s) of another filesystem at %s", quote(m.Root), quote(m.Mountpoint)), Spec: "no such mount",
+				Remedy: "make the checkpoint from a container that mounts nothing itself",
+			})
 		default:
 			c.internal(m, want)
 		}
 	}
 	c.hidden(at)
 	return nil
+}
+
+// givenDevices are the filesystems that the restore is given: the root and the
+// external mounts. CRIU takes a mount of the same device for a bind mount of them.
+// What masks a file is none: it is a device node of the container's own /dev.
+func givenDevices(all []image.Mount) map[uint32]bool {
+	out := make(map[uint32]bool)
+	for i := range all {
+		if m := &all[i]; m.Mountpoint == rootMountpoint || m.External && m.ExternalKey != image.MaskedFile {
+			out[m.Device] = true
+		}
+	}
+	return out
 }
 
 // destinations are the spec's mounts by the place where they end up.

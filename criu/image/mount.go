@@ -15,6 +15,7 @@ type Mount struct {
 	// Type is the name of the filesystem's type, as CRIU names it in lower
 	// case ("proc", "tmpfs", "overlayfs"), or what the kernel called it.
 	Type       string
+	Device     uint32 // of the filesystem, as CRIU numbers it: equal numbers are one filesystem
 	Mountpoint string // in the container, absolute
 	Root       string // which part of the filesystem is mounted
 	Source     string
@@ -45,7 +46,7 @@ func (d *Dir) Mounts() ([]Mount, error) {
 				Namespace: ns, ID: e.GetMntId(), Parent: e.GetParentMntId(), Mountpoint: e.GetMountpoint(), Root: e.GetRoot(),
 				Source: e.GetSource(), Options: e.GetOptions(), Flags: e.GetFlags(), ExternalKey: e.GetExtKey(),
 				External: e.GetExtMount() || e.GetExtKey() != "", Plugin: e.GetWithPlugin(), Deleted: e.GetDeleted(),
-				Type: fsType(e),
+				Type: fsType(e), Device: e.GetRootDev(),
 			}
 			if m.Mountpoint == "" || len(out) == maxMounts {
 				return fmt.Errorf("%w: %s has a mount without a place, or more than %d", ErrFormat, f.Name, maxMounts)
