@@ -62,12 +62,12 @@ func Dial(path string, container Container) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c.link = l
 	c.loop.Go(func() { c.stay(l) })
 	return c, nil
 }
 
-// connect makes a connection and gives the daemon all that it is to hold.
+// connect makes a connection, gives the daemon all that it is to hold, and only
+// then lets others use the connection: a Forget meanwhile has to come behind it.
 func (c *Client) connect() (*link, error) {
 	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Net: "unixpacket", Name: c.path})
 	if err != nil {
@@ -90,6 +90,7 @@ func (c *Client) connect() (*link, error) {
 		conn.Close()
 		return nil, err
 	}
+	c.setLink(l)
 	return l, nil
 }
 
@@ -119,10 +120,7 @@ func (c *Client) stay(l *link) {
 			return
 		}
 		wait = min(2*wait, retryMax)
-		var err error
-		if l, err = c.connect(); err == nil {
-			c.setLink(l)
-		}
+		l, _ = c.connect() // nil: try again
 	}
 }
 
@@ -243,7 +241,13 @@ func (c *Client) Hold(id uint64, fd int, _ uint32) error {
 	c.mu.Lock()
 	c.fds[id] = fd
 	c.mu.Unlock()
-	return c.send(message{Hold: id}, fd)
+	err := c.send(message{Hold: id}, fd)
+	if err != nil { // the caller closes it, and the number may be another file's then
+		c.mu.Lock()
+		delete(c.fds, id)
+		c.mu.Unlock()
+	}
+	return err
 }
 
 // Forget makes the daemon close a descriptor that nobody depends on any more.
@@ -251,13 +255,16 @@ func (c *Client) Hold(id uint64, fd int, _ uint32) error {
 func (c *Client) Forget(id uint64) {
 	c.mu.Lock()
 	delete(c.fds, id)
+	c.mu.Unlock()
+	// A connection that is being made still sends what there was before.
+	c.exchanging.Lock()
+	defer c.exchanging.Unlock()
+	c.mu.Lock()
 	l := c.link
 	c.mu.Unlock()
 	if l == nil {
 		return
 	}
-	c.exchanging.Lock()
-	defer c.exchanging.Unlock()
 	if err := l.exchange(message{Forget: id}, -1); err != nil {
 		l.conn.Close() // and with it goes the descriptor; stay sends the others anew
 	}

@@ -4,6 +4,8 @@ package keeper
 
 import (
 	"context"
+	"encoding/json"
+	"net"
 	"os"
 	"path/filepath"
 	"testing"
@@ -159,6 +161,85 @@ func TestDaemonRestart(t *testing.T) {
 			t.Errorf("%s was killed", c.RestoreID)
 		default:
 		}
+	}
+}
+
+// TestForgetDuringReconnect: what is given up while the client connects again is not held by the new daemon.
+func TestForgetDuringReconnect(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "keeper.sock")
+	_, stop := serve(t, path)
+	c, err := Dial(path, box)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, w := pipe(t)
+	if err := c.Hold(7, int(w.Fd()), 0); err != nil {
+		t.Fatal(err)
+	}
+	stop()
+	_ = os.Remove(path)
+	l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Net: "unixpacket", Name: path})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	conn, err := l.AcceptUnix()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if err := conn.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	forgotten := make(chan struct{})
+	buf := make([]byte, maxMessage)
+	for i, want := range []message{{Container: box}, {Hold: 7}, {Forget: 7}, {Done: true}} {
+		n, err := conn.Read(buf)
+		if err != nil {
+			t.Fatalf("message %d: %v", i, err)
+		}
+		var got message
+		if err := json.Unmarshal(buf[:n], &got); err != nil || got.Hold != want.Hold || got.Forget != want.Forget || got.Done != want.Done {
+			t.Fatalf("message %d: %s, %v", i, buf[:n], err)
+		}
+		if i == 0 { // by now it is settled what the new daemon gets
+			go func() {
+				c.Forget(7)
+				close(forgotten)
+				_ = c.Done()
+			}()
+		}
+		if _, err := conn.Write([]byte("{}")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	<-forgotten
+}
+
+// TestHoldNeedsSomebodyToKill: without a cgroup nothing could be done when the shim dies.
+func TestHoldNeedsSomebodyToKill(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "keeper.sock")
+	_, stop := serve(t, path)
+	defer stop()
+	c, err := Dial(path, Container{RestoreID: "r"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, w := pipe(t)
+	if err := c.Hold(1, int(w.Fd()), 0); err == nil {
+		t.Error("a descriptor was taken for nobody's memory")
+	}
+	w.Close()
+	atEnd(t, r)
+	if err := c.Done(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestKillOnlyCgroups does not try the root itself: a mistake would kill the machine.
+func TestKillOnlyCgroups(t *testing.T) {
+	if err := Kill(t.Context(), []string{filepath.Join(t.TempDir(), "none")}); err == nil {
+		t.Error("a folder outside of the cgroups was taken for one")
 	}
 }
 

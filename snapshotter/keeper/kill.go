@@ -27,8 +27,14 @@ const (
 )
 
 // Kill kills all processes that are in the cgroups or below, and returns when
-// they are gone. Cgroups that do not exist have none.
+// they are gone. Cgroups that do not exist have none. The root cgroup, which has
+// everybody, is an error.
 func Kill(ctx context.Context, cgroups []string) error {
+	for _, g := range cgroups {
+		if !cgroupPath(g) {
+			return fmt.Errorf("kill cgroup: %.100q is no cgroup of a container", g)
+		}
+	}
 	return kill(ctx, Container{Cgroups: cgroups}, nil)
 }
 

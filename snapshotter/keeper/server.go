@@ -221,6 +221,10 @@ func (h *held) take(m message, fds []int) error {
 		closeAll(fds)
 		return fmt.Errorf("%d descriptors came with the message", len(fds))
 	}
+	if m.Hold != 0 && len(h.container.Cgroups) == 0 && h.init == nil {
+		closeAll(fds)
+		return errors.New("no cgroup says whose memory the descriptor fills, so nobody could be killed before it closes")
+	}
 	if m.Forget != 0 {
 		if fd, ok := h.fds[m.Forget]; ok {
 			unix.Close(fd)
