@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/containerd/cgroups/v3"
+	"github.com/containerd/errdefs"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 )
@@ -22,23 +23,31 @@ const cgroupRoot = "/sys/fs/cgroup"
 // before anything is restored, so that killing what these list ends a restore
 // at any moment of it. On cgroup v1 each controller has its own; those that
 // every distribution mounts are enough.
-func cgroupDirs(spec *specs.Spec, systemd bool) []string {
-	if spec.Linux == nil || spec.Linux.CgroupsPath == "" {
-		return nil
+//
+// A container that does not say which cgroup is its own is an error: nobody could
+// kill it when its memory cannot be served any more.
+func cgroupDirs(spec *specs.Spec, systemd bool) ([]string, error) {
+	var asked string
+	if spec.Linux != nil {
+		asked = spec.Linux.CgroupsPath
 	}
-	path := spec.Linux.CgroupsPath
+	path := asked
 	if systemd {
-		path = systemdPath(path)
+		path = filepath.Join("/", systemdPath(path))
 	}
-	path = filepath.Join("/", path)
+	// runc takes a relative path for one below its own cgroup.
+	if !filepath.IsAbs(path) || filepath.Clean(path) == "/" {
+		return nil, fmt.Errorf("linux.cgroupsPath in the container's spec is %.100q: a restored container needs the absolute path of a cgroup of its own: %w", asked, errdefs.ErrInvalidArgument)
+	}
+	path = filepath.Clean(path)
 	if cgroups.Mode() == cgroups.Unified {
-		return []string{filepath.Join(cgroupRoot, path)}
+		return []string{filepath.Join(cgroupRoot, path)}, nil
 	}
 	var dirs []string
 	for _, controller := range []string{"pids", "memory", "freezer"} {
 		dirs = append(dirs, filepath.Join(cgroupRoot, controller, path))
 	}
-	return dirs
+	return dirs, nil
 }
 
 // systemdPath expands runc's "slice:prefix:name" to the path of the scope below

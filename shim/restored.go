@@ -15,7 +15,6 @@ import (
 
 	taskapi "github.com/containerd/containerd/api/runtime/task/v3"
 	runcoptions "github.com/containerd/containerd/api/types/runc/options"
-	"github.com/containerd/containerd/v2/pkg/oci"
 	"github.com/containerd/log"
 	"github.com/containerd/typeurl/v2"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -43,6 +42,9 @@ const (
 
 	// reportInterval is how often a restore that makes progress tells the daemon.
 	reportInterval = time.Second
+
+	// releaseTimeout bounds how long the end of a container waits for the daemon.
+	releaseTimeout = 10 * time.Second
 )
 
 // restored is one container that is, or is about to be, restored.
@@ -75,13 +77,12 @@ type restored struct {
 
 // newRestored makes everything ready for `runc restore` that must be there
 // before it runs. It changes the bundle: the configuration names CRIU's options.
-func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTaskRequest, spec *oci.Spec, opts *runcoptions.Options, prepared *api.PrepareResponse) (_ *restored, err error) {
+func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTaskRequest, spec *specs.Spec, opts *runcoptions.Options, prepared *api.PrepareResponse) (_ *restored, err error) {
 	c := &restored{
 		id: r.ID, namespace: ns,
 		dir:      scratchDir(s.node.address, ns, r.ID),
 		prepared: prepared,
 		service:  s,
-		cgroups:  cgroupDirs(spec, opts.SystemdCgroup),
 		started:  time.Now(),
 	}
 	if spec.Process != nil {
@@ -98,6 +99,9 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 			c.close(ctx)
 		}
 	}()
+	if c.cgroups, err = cgroupDirs(spec, opts.SystemdCgroup); err != nil {
+		return nil, err
+	}
 	// There is something only if a shim was killed and nobody cleaned up yet.
 	if err := os.RemoveAll(c.dir); err != nil {
 		return nil, err
@@ -164,7 +168,7 @@ func annotate(bundle string, spec *specs.Spec, config string) error {
 	if err != nil {
 		return err
 	}
-	path := filepath.Join(bundle, oci.ConfigFilename)
+	path := filepath.Join(bundle, specFile)
 	if err := os.WriteFile(path+".new", b, 0o600); err != nil {
 		return err
 	}
@@ -211,7 +215,7 @@ func (c *restored) serve(ctx context.Context) {
 	if errors.Is(err, lazypages.ErrIncomplete) {
 		// runc fails as well and CRIU's log says why, better than this end of
 		// the socket could. Nothing may be left that waits for a page.
-		c.kill()
+		_ = c.kill() // which logs
 		return
 	}
 	c.fail(err)
@@ -226,14 +230,18 @@ func (c *restored) fail(reason error) {
 		c.mu.Unlock()
 		log.L.WithError(reason).WithField("container", c.id).WithField("image", c.prepared.Image).
 			Error("thaw: killing the container, its memory cannot be completed")
-		c.kill()
+		_ = c.kill()
 	})
 }
 
-func (c *restored) kill() {
-	if err := keeper.Kill(context.Background(), c.cgroups); err != nil {
+// kill kills all processes of the container and returns when they are gone. An
+// error was logged.
+func (c *restored) kill() error {
+	err := keeper.Kill(context.Background(), c.cgroups)
+	if err != nil {
 		log.L.WithError(err).WithField("container", c.id).Error("thaw: kill container")
 	}
+	return err
 }
 
 // start restores the container by starting the task that was created with a
@@ -263,7 +271,7 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 		c.mu.Unlock()
 		return resp, nil
 	}
-	c.kill()
+	_ = c.kill()
 	if failure != nil {
 		err = failure
 	}
@@ -344,13 +352,18 @@ func (c *restored) close(ctx context.Context) {
 	}
 	c.closed = true
 	c.mu.Unlock()
-	c.kill()
+	killed := c.kill()
 	c.stop()
 	c.running.Wait()
 	if c.listener != nil {
 		if err := c.listener.Close(); err != nil {
 			log.G(ctx).WithError(err).Warn("thaw: close lazy-pages socket")
 		}
+	}
+	if killed != nil {
+		// Somebody may be left, who would read zeros where pages are missing. All
+		// stays as it is; when this process ends, the daemon tries to kill again.
+		return
 	}
 	if c.pager != nil {
 		c.pager.Close()
@@ -364,6 +377,9 @@ func (c *restored) close(ctx context.Context) {
 	if err := os.RemoveAll(c.dir); err != nil {
 		log.G(ctx).WithError(err).Warn("thaw: remove the restore's folder")
 	}
+	// Also when the caller has given up, or the daemon would keep the restore.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
+	defer cancel()
 	err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
 		_, err := n.Release(ctx, &api.ReleaseRequest{RestoreId: c.prepared.RestoreId})
 		return err

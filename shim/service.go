@@ -16,6 +16,7 @@ package shim
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"path/filepath"
 	"sync"
@@ -24,7 +25,6 @@ import (
 	runcoptions "github.com/containerd/containerd/api/types/runc/options"
 	"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2/task"
 	"github.com/containerd/containerd/v2/pkg/namespaces"
-	"github.com/containerd/containerd/v2/pkg/oci"
 	"github.com/containerd/containerd/v2/pkg/shim"
 	"github.com/containerd/containerd/v2/pkg/shutdown"
 	"github.com/containerd/containerd/v2/plugins"
@@ -32,6 +32,7 @@ import (
 	"github.com/containerd/plugin/registry"
 	"github.com/containerd/ttrpc"
 	"github.com/containerd/typeurl/v2"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/types/known/anypb"
 	"google.golang.org/protobuf/types/known/emptypb"
 
@@ -44,6 +45,23 @@ const (
 	criContainerType = "io.kubernetes.cri.container-type"
 	criSandbox       = "sandbox"
 )
+
+const (
+	specFile = "config.json" // in a bundle
+	// maxSpec bounds it in bytes.
+	maxSpec = 16 << 20
+)
+
+// readSpec reads the spec in a bundle. (containerd's package oci would do it, and
+// bring images, archives and their compression into every shim.)
+func readSpec(bundle string) (*specs.Spec, error) {
+	p, err := readBounded(filepath.Join(bundle, specFile), maxSpec)
+	if err != nil {
+		return nil, err
+	}
+	spec := &specs.Spec{}
+	return spec, json.Unmarshal(p, spec)
+}
 
 // Register makes the task service known to containerd's shim framework.
 func Register() {
@@ -114,7 +132,7 @@ func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*ta
 		// The caller brings CRIU images of its own, as under runc.
 		return s.TTRPCTaskService.Create(ctx, r)
 	}
-	spec, err := oci.ReadSpec(filepath.Join(r.Bundle, oci.ConfigFilename))
+	spec, err := readSpec(r.Bundle)
 	if err != nil {
 		return nil, api.ToStatus(fmt.Errorf("read the container's spec: %w", err))
 	}
