@@ -13,7 +13,7 @@ import (
 )
 
 // ToStatus turns an error into an RPC status with the code of its errdefs class
-// and a message of one line without control characters. Whoever passes it on
+// and a message of one printable line. Whoever passes it on
 // shows exactly that line: containerd adds to errors that carry details, and what
 // an image or a registry says must not break the line of an event.
 func ToStatus(err error) error {
@@ -51,12 +51,12 @@ type classed struct {
 func (e classed) Error() string { return e.line }
 func (e classed) Unwrap() error { return e.class }
 
-// Line makes one line of a text: control characters, line breaks among them,
-// become spaces. The name of an error's class at the end, of use to programs only,
+// Line makes one line of a text: what is not printable, such as line breaks and
+// what turns the direction of text around, becomes spaces. The name of an error's class at the end, of use to programs only,
 // goes.
 func Line(text string) string {
 	text = strings.Map(func(r rune) rune {
-		if unicode.IsControl(r) {
+		if !unicode.IsPrint(r) {
 			return ' '
 		}
 		return r

@@ -13,10 +13,10 @@ import (
 )
 
 func TestStatusIsOneLineAndKeepsItsClass(t *testing.T) {
-	cause := errors.New("first\nsecond\x1b[31m")
+	cause := errors.New("first\nsecond\x1b[31m\u202e\u2028é")
 	err := ToStatus(fmt.Errorf("restore: %w: %w", cause, errdefs.ErrFailedPrecondition))
 	s, _ := status.FromError(err)
-	if s.Code() != codes.FailedPrecondition || s.Message() != "restore: first second [31m" || len(s.Details()) != 0 {
+	if s.Code() != codes.FailedPrecondition || s.Message() != "restore: first second [31m é" || len(s.Details()) != 0 {
 		t.Errorf("%v %q %v", s.Code(), s.Message(), s.Details())
 	}
 	back := FromStatus(err)

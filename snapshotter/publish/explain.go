@@ -46,7 +46,7 @@ func (a *answer) Error() string {
 	code := a.cause.StatusCode
 	said := fmt.Sprintf("the registry answers %d %s", code, http.StatusText(code))
 	for _, d := range a.cause.Errors {
-		said += ": " + strings.Join(strings.Fields(d.String()), " ")
+		said += ": " + printable(strings.Join(strings.Fields(d.String()), " "))
 	}
 	if len(said) > maxQuoted {
 		said = said[:maxQuoted] + "..."

@@ -54,7 +54,7 @@ type layout struct {
 	config *checkpoint.Config
 
 	ready chan struct{} // closed when laid out, or err is set
-	err   error
+	err   error         // written before ready is closed, guarded by layouts.mu
 
 	size int64     // what it takes of the tmpfs, in bytes
 	refs int       // guarded by layouts.mu
@@ -180,7 +180,10 @@ func (s *layouts) acquire(ctx context.Context, repo *registry.Repository, manife
 		l.refs++
 		s.mu.Unlock()
 		if mine {
-			l.err = s.lay(ctx, repo, manifest, l)
+			err := s.lay(ctx, repo, manifest, l)
+			s.mu.Lock()
+			l.err = err // who gives up waiting reads it in release
+			s.mu.Unlock()
 			close(l.ready)
 		} else {
 			select {

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/containerd/errdefs"
 	"github.com/containerd/log"
 	"github.com/opencontainers/go-digest"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
@@ -52,6 +53,9 @@ func openMetadata(dir string, limit int64) (*metadata, error) {
 
 // bytes returns a small blob or manifest from the cache or the registry.
 func (m *metadata) bytes(ctx context.Context, repo *registry.Repository, desc v1.Descriptor, manifest bool, limit int64) ([]byte, error) {
+	if desc.Size > limit { // the cache may have it nevertheless, as something larger
+		return nil, fmt.Errorf("%s is %d bytes large, allowed are %d: %w", desc.Digest, desc.Size, limit, errdefs.ErrResourceExhausted)
+	}
 	if f, err := m.open(desc); err == nil {
 		defer f.Close()
 		return io.ReadAll(io.LimitReader(f, desc.Size))

@@ -40,7 +40,10 @@ func (m *Manager) find(ctx context.Context, namespace, name string, target v1.De
 	if err != nil {
 		return v1.Descriptor{}, err
 	}
-	if got := digest.FromBytes(p); got != target.Digest {
+	if err := target.Digest.Validate(); err != nil {
+		return v1.Descriptor{}, fmt.Errorf("index of image %s has digest %.80q: %w: %w", name, target.Digest, err, errdefs.ErrInvalidArgument)
+	}
+	if got := target.Digest.Algorithm().FromBytes(p); got != target.Digest {
 		return v1.Descriptor{}, fmt.Errorf("index of image %s is damaged in containerd's content store: its digest is %s instead of %s: %w", name, got, target.Digest, errdefs.ErrDataLoss)
 	}
 	var index v1.Index

@@ -75,9 +75,6 @@ func unpackFile(h *tar.Header, in io.Reader, root *os.Root) error {
 	dir := criuDir
 	switch image.KindOf(h.Name) {
 	case image.Unknown:
-		if h.Name == checkpoint.SpecFile {
-			return nil // for people: what a container may do is in the pod's spec
-		}
 		return fmt.Errorf("%w: state holds %.80q, which is no CRIU image", checkpoint.ErrFormat, h.Name)
 	case image.Diagnostic:
 		return nil // nothing needs it
