@@ -15,9 +15,11 @@ import (
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/inventory"
 	packet "github.com/checkpoint-restore/go-criu/v7/crit/images/packet-sock"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/pagemap"
+	remap_file_path "github.com/checkpoint-restore/go-criu/v7/crit/images/remap-file-path"
 	sk_inet "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-inet"
 	sk_opts "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-opts"
 	sk_unix "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-unix"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/vma"
 	"github.com/containerd/errdefs"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -429,6 +431,60 @@ func TestRefusesFilesOfVolumes(t *testing.T) {
 		c.volume(&image.Regular{Path: tc.path, Flags: tc.flags})
 		if ok := len(c.found) == 0; ok != tc.ok {
 			t.Errorf("%s with flags %#x by user %d: admitted %v, %v", tc.path, tc.flags, tc.user, ok, c.found)
+		}
+	}
+}
+
+// Flags of a mapping count as well as those of the file, and no other name helps.
+func TestRefusesWaysAroundFilesOfVolumes(t *testing.T) {
+	host := t.TempDir()
+	if err := os.Chmod(host, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(host, "open"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	volume := func(d *dump, s *specs.Spec) {
+		unprivileged(d, s)
+		s.Process.Capabilities = &specs.LinuxCapabilities{}
+		for _, c := range d.cores {
+			c.ThreadCore.Creds.CapBnd = words(0)
+		}
+		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/data", Source: host, Type: "bind"})
+		d.files = append(d.files, regular(9, "/data/open", unix.S_IFREG|0o644))
+	}
+	mapping := func(d *dump, prot, status uint32) *vma.VmaEntry {
+		a := area(0x30000, 0x31000, unix.MAP_SHARED, image.AreaRegular|image.Status(status))
+		a.Shmid, a.Prot = proto.Uint64(9), proto.Uint32(prot)
+		d.mm.Vmas = append(d.mm.Vmas, a)
+		return a
+	}
+	remap := func(d *dump, orig, target uint32) {
+		d.files = append(d.files, regular(10, "/data/new", unix.S_IFREG|0o644), regular(11, "/tmp/new", unix.S_IFREG|0o644))
+		d.extra["remap-fpath.img"] = frame(t, 0x59133954, &remap_file_path.RemapFilePathEntry{
+			OrigId: proto.Uint32(orig), RemapId: proto.Uint32(target), RemapType: remap_file_path.RemapType_LINKED.Enum(),
+		})
+	}
+	for name, tc := range map[string]struct {
+		change func(*dump)
+		want   string // "" if it is admitted
+	}{
+		"read":             {func(*dump) {}, ""},
+		"mapped to read":   {func(d *dump) { mapping(d, 1, uint32(image.AreaFileShared)) }, ""},
+		"mapped to write":  {func(d *dump) { mapping(d, 3, uint32(image.AreaFileShared)) }, "open file: the checkpoint has /data/open"},
+		"flags of mapping": {func(d *dump) { mapping(d, 1, uint32(image.AreaFilePrivate)).Fdflags = proto.Uint32(unix.O_RDWR) }, "open file: the checkpoint has /data/open"},
+		"private mapping":  {func(d *dump) { mapping(d, 3, uint32(image.AreaFilePrivate)) }, ""},
+		"link in a volume": {func(d *dump) { remap(d, 10, 9) }, "/data/new, deleted"},
+		"link out of one":  {func(d *dump) { remap(d, 11, 9) }, "/data/open, deleted"},
+		"link elsewhere":   {func(d *dump) { remap(d, 11, 1) }, ""},
+		"two numbers":      {func(d *dump) { d.files[len(d.files)-1].Reg.Id = proto.Uint32(12) }, "file 9: it is file 12 too"},
+	} {
+		d, s := ordinary(), spec()
+		volume(d, s)
+		tc.change(d)
+		err := checkDump(t, d, s)
+		if tc.want == "" && err != nil || tc.want != "" && (err == nil || !strings.Contains(err.Error(), tc.want)) {
+			t.Errorf("%s: %v, want %q", name, err, tc.want)
 		}
 	}
 }

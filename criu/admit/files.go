@@ -28,10 +28,18 @@ func (c *check) files() error {
 		return err
 	}
 	known := make(map[uint32]image.FileType, len(files))
+	paths := make(map[uint32]string)
 	for i := range files {
 		f := &files[i]
 		known[f.ID] = f.Type
+		if f.Regular != nil {
+			paths[f.ID] = f.Regular.Path
+		}
 		c.file(f)
+	}
+	c.mapped(paths)
+	if err := c.links(files, paths); err != nil {
+		return err
 	}
 	return c.references(known)
 }

@@ -43,6 +43,46 @@ func (c *check) volume(r *image.Regular) {
 	}
 }
 
+// mapped checks mapped files as volume does: CRIU opens them anew, with flags of
+// the mapping's own.
+func (c *check) mapped(paths map[uint32]string) {
+	type opened struct{ file, access uint32 }
+	seen := make(map[opened]bool)
+	for i := range c.tasks {
+		if c.tasks[i].Memory == nil {
+			continue
+		}
+		for _, a := range c.tasks[i].Memory.Areas {
+			o := opened{uint32(a.File), a.Access & (unix.O_ACCMODE | unix.O_PATH)}
+			if p, ok := paths[o.file]; ok && a.Mapped() && !seen[o] {
+				seen[o] = true
+				c.volume(&image.Regular{Path: p, Flags: o.access})
+			}
+		}
+	}
+}
+
+// links refuses files in volumes that CRIU would link to another name before it
+// opens them: it does that as root, whoever may read or write the file.
+func (c *check) links(files []image.OpenFile, paths map[uint32]string) error {
+	links, err := c.dir.Links()
+	if err != nil || len(links) == 0 || c.maySet(capDACOverride) {
+		return err
+	}
+	for i := range files {
+		target, ok := links[files[i].ID]
+		if !ok || files[i].Regular == nil {
+			continue
+		}
+		for _, p := range []string{paths[files[i].ID], paths[target]} {
+			if _, _, ok := c.mountOf(p); ok {
+				c.refuse(Difference{Field: "open file", Image: quote(p) + ", deleted and to be linked anew", Spec: "a user who may not do that in a volume", Remedy: "close it before the checkpoint"})
+			}
+		}
+	}
+	return nil
+}
+
 // mountOf returns the innermost bind mount of the spec that a path lies in, and
 // the rest of the path.
 func (c *check) mountOf(p string) (m specs.Mount, rest string, ok bool) {

@@ -156,6 +156,9 @@ func openFile(e *fdinfo.FileEntry) (OpenFile, error) {
 		if r == nil || r.Name == nil {
 			return f, fmt.Errorf("it has no path")
 		}
+		if r.GetId() != f.ID { // the one by which CRIU finds it, here and in other images
+			return f, fmt.Errorf("it is file %d too", r.GetId())
+		}
 		own = r.GetFown()
 		f.Regular = &Regular{
 			Path: r.GetName(), Flags: r.GetFlags(), Mode: r.GetMode(), Mount: r.GetMntId(), Size: r.GetSize(), External: r.GetExt(),

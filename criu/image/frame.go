@@ -31,6 +31,7 @@ const (
 	magicCPUInfo   = 0x61404013
 	magicGhost     = 0x52583605
 	magicCgroup    = 0x59383330
+	magicRemap     = 0x59133954
 )
 
 // maxMessage bounds one message in bytes. The largest is a process's memory map:

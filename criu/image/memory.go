@@ -38,7 +38,11 @@ type Area struct {
 	Prot   uint32 // as in mmap(2): PROT_
 	Flags  uint32 // as in mmap(2): MAP_
 	Status Status
+	Access uint32 // as in open(2): how CRIU opens a mapped file
 }
+
+// Mapped reports whether the area is a mapping of an open file (File).
+func (a Area) Mapped() bool { return a.Status&(AreaFilePrivate|AreaFileShared) != 0 }
 
 // Status is what an area is (CRIU, criu/include/image.h).
 type Status uint32
@@ -91,6 +95,13 @@ func (d *Dir) memory(pid uint32) (*Memory, error) {
 		a := Area{
 			Start: v.GetStart(), End: v.GetEnd(), Offset: v.GetPgoff(), File: v.GetShmid(),
 			Prot: v.GetProt(), Flags: v.GetFlags(), Status: Status(v.GetStatus()),
+		}
+		// As CRIU does (criu/files-reg.c).
+		switch {
+		case v.Fdflags != nil:
+			a.Access = v.GetFdflags()
+		case a.Prot&unix.PROT_WRITE != 0 && a.Status&AreaFileShared != 0:
+			a.Access = unix.O_RDWR
 		}
 		// The vsyscall page lies in the kernel's half of the address space.
 		if a.Start >= a.End || (a.Start|a.End)%PageSize != 0 || a.End > maxAddress && a.Status&AreaVsyscall == 0 {
