@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -52,15 +53,24 @@ func certsDir(c *cli.Context, cfg *config.Config) string {
 }
 
 // useDockerConfig makes credentials come from where the node's configuration
-// says, unless the user's environment says otherwise.
+// says, unless the user's environment says otherwise. A file must have docker's
+// usual name for that.
 func useDockerConfig(cfg *config.Config) error {
-	if os.Getenv("DOCKER_CONFIG") != "" || cfg.Registry.DockerConfig == "" {
+	dir := cfg.Registry.DockerConfig
+	if os.Getenv("DOCKER_CONFIG") != "" || dir == "" {
 		return nil
 	}
-	if st, err := os.Stat(cfg.Registry.DockerConfig); err != nil || !st.IsDir() {
+	st, err := os.Stat(dir)
+	if err != nil {
 		return nil
 	}
-	return os.Setenv("DOCKER_CONFIG", cfg.Registry.DockerConfig)
+	if !st.IsDir() {
+		if filepath.Base(dir) != "config.json" {
+			return nil
+		}
+		dir = filepath.Dir(dir)
+	}
+	return os.Setenv("DOCKER_CONFIG", dir)
 }
 
 const dialTimeout = 5 * time.Second

@@ -24,6 +24,7 @@ import (
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"thaw.dev/thaw/criu"
 	"thaw.dev/thaw/criu/image"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/publish"
@@ -157,6 +158,10 @@ func (a *Archive) read() (err error) {
 	}
 	src.Host.Runtime = c.Runtime
 	src.Host.CRIU = a.criuVersion()
+	// The archive says nothing else of the processor.
+	if src.Host.CPUFeatures, err = criu.CPUFeaturesOf(src.Images); err != nil {
+		return fmt.Errorf("%w: %w", ErrFormat, err)
+	}
 	src.Base = &publish.Base{Reference: baseReference(c)}
 	diff := filepath.Join(a.dir, rootfsDiff)
 	if _, err := os.Stat(diff); err == nil {
