@@ -4,6 +4,7 @@ package shim
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 
@@ -42,7 +43,7 @@ func newFetcher(n *node, id string, index *pageindex.Index) *fetcher {
 }
 
 // Fetch returns when the chunks are in the page store. It rides out a daemon
-// that is restarted; what the daemon itself answers is final.
+// that is restarted; what the daemon answers, unless it is about to stop, is final.
 func (f *fetcher) Fetch(ctx context.Context, blob uint32, chunks []uint32, demand bool) error {
 	if demand {
 		f.readAhead(ctx, blob, chunks)
@@ -50,7 +51,7 @@ func (f *fetcher) Fetch(ctx context.Context, blob uint32, chunks []uint32, deman
 	deadline := time.Now().Add(fetchPatience)
 	for wait := fetchRetryMin; ; wait = min(2*wait, fetchRetryMax) {
 		err := f.ask(ctx, blob, chunks, demand)
-		if err == nil || !errdefs.IsUnavailable(err) || time.Now().After(deadline) {
+		if err == nil || !passing(err) || time.Now().After(deadline) {
 			return err
 		}
 		t := time.NewTimer(wait)
@@ -61,6 +62,12 @@ func (f *fetcher) Fetch(ctx context.Context, blob uint32, chunks []uint32, deman
 		case <-t.C:
 		}
 	}
+}
+
+// passing reports whether an error only says that the daemon stops or has stopped.
+func passing(err error) bool {
+	var away awayError
+	return errors.As(err, &away) || errdefs.IsAborted(err)
 }
 
 func (f *fetcher) ask(ctx context.Context, blob uint32, chunks []uint32, demand bool) error {

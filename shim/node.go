@@ -54,8 +54,14 @@ type node struct {
 
 func newNode(address string) *node { return &node{address: address} }
 
+// awayError says that nobody answered, unlike errors that the daemon answered
+// with. It is of the class ErrUnavailable.
+type awayError struct{ error }
+
+func (e awayError) Unwrap() []error { return []error{e.error, errdefs.ErrUnavailable} }
+
 // call runs fn with a connected client. A connection that had gone stale since
-// the last call is replaced once. An unreachable daemon is ErrUnavailable.
+// the last call is replaced once. If nobody answers, the error is an awayError.
 func (n *node) call(ctx context.Context, fn func(context.Context, api.NodeService) error) error {
 	for attempt := 0; ; attempt++ {
 		c, fresh, err := n.connect(ctx)
@@ -68,7 +74,7 @@ func (n *node) call(ctx context.Context, fn func(context.Context, api.NodeServic
 		}
 		n.drop(c)
 		if fresh || attempt > 0 {
-			return fmt.Errorf("the connection to thaw-snapshotter at %s broke: %w", n.address, errdefs.ErrUnavailable)
+			return awayError{fmt.Errorf("the connection to thaw-snapshotter at %s broke", n.address)}
 		}
 	}
 }
@@ -82,7 +88,7 @@ func (n *node) connect(ctx context.Context) (c *ttrpc.Client, fresh bool, err er
 	d := net.Dialer{Timeout: dialTimeout}
 	conn, err := d.DialContext(ctx, "unix", n.address)
 	if err != nil {
-		return nil, false, fmt.Errorf("thaw-snapshotter is not running on this node (%w): start it, e.g. systemctl start thaw-snapshotter: %w", err, errdefs.ErrUnavailable)
+		return nil, false, awayError{fmt.Errorf("thaw-snapshotter is not running on this node (%w): start it, e.g. systemctl start thaw-snapshotter", err)}
 	}
 	n.client = ttrpc.NewClient(conn)
 	return n.client, true, nil
