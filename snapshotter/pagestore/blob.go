@@ -257,14 +257,16 @@ func (b *Blob) presentBytes() (n int64) {
 	return n
 }
 
-// Fetch returns when the chunks are there, or with the first error. demand says
+// Fetch returns when the chunks are there, or with the first error. waited says
 // that a process waits. The source is used unless somebody else's is at work
 // already.
-func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, demand bool) error {
-	for _, c := range chunks {
-		if c < 0 || c >= len(b.index.Chunks) {
-			return fmt.Errorf("chunk %d of %d: %w", c, len(b.index.Chunks), errdefs.ErrInvalidArgument)
-		}
+func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, waited bool) error {
+	if err := b.checkChunks(chunks); err != nil {
+		return err
+	}
+	u := background
+	if waited {
+		u = demand
 	}
 	if !slices.IsSorted(chunks) { // neighbours go into one request
 		chunks = slices.Sorted(slices.Values(chunks))
@@ -273,7 +275,7 @@ func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, demand bool)
 		return err
 	}
 	defer b.Release()
-	wants, err := b.enqueue(src, chunks, demand)
+	wants, err := b.enqueue(src, chunks, u)
 	if err != nil {
 		return err
 	}
@@ -285,7 +287,7 @@ func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, demand bool)
 			}
 			if w.src != src && ctx.Err() == nil {
 				// Another image's registry failed; this one's may not.
-				if err = b.Fetch(ctx, src, []int{w.chunk}, demand); err == nil {
+				if err = b.Fetch(ctx, src, []int{w.chunk}, waited); err == nil {
 					continue
 				}
 			} else {
@@ -300,7 +302,51 @@ func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, demand bool)
 	return nil
 }
 
-func (b *Blob) enqueue(src Source, chunks []int, demand bool) ([]*want, error) {
+func (b *Blob) checkChunks(chunks []int) error {
+	for _, c := range chunks {
+		if c < 0 || c >= len(b.index.Chunks) {
+			return fmt.Errorf("chunk %d of %d: %w", c, len(b.index.Chunks), errdefs.ErrInvalidArgument)
+		}
+	}
+	return nil
+}
+
+// Prefetch asks for chunks that processes are likely to touch soon, in the order
+// in which they will. Neighbours go into one request, requests run beside those on
+// which processes wait, and a process that touches one that is still queued makes
+// it overtake. wait must be called; it returns when the chunks are there, with the
+// first error, or, taking back what is still queued, when the context is done.
+func (b *Blob) Prefetch(ctx context.Context, src Source, chunks []int) (wait func() error, err error) {
+	if err := b.checkChunks(chunks); err != nil {
+		return nil, err
+	}
+	if err := b.hold(); err != nil {
+		return nil, err
+	}
+	chunks = slices.DeleteFunc(slices.Clone(chunks), b.Present) // which are no hits of the cache
+	wants, err := b.enqueue(src, chunks, soon)
+	if err != nil {
+		b.Release()
+		return nil, err
+	}
+	return func() (err error) {
+		defer b.Release()
+		for i, w := range wants {
+			select {
+			case <-w.done:
+				if err == nil {
+					err = w.err
+				}
+			case <-ctx.Done():
+				b.abandon(wants[i:])
+				return ctx.Err()
+			}
+		}
+		return err
+	}, nil
+}
+
+func (b *Blob) enqueue(src Source, chunks []int, u urgency) ([]*want, error) {
 	s := b.store
 	var wants []*want
 	s.mu.Lock()
@@ -315,14 +361,14 @@ func (b *Blob) enqueue(src Source, chunks []int, demand bool) ([]*want, error) {
 		}
 		w := b.wants[c]
 		if w == nil {
-			w = &want{blob: b, chunk: c, src: src, demand: demand, done: make(chan struct{})}
+			w = &want{blob: b, chunk: c, src: src, urgency: u, done: make(chan struct{})}
 			b.wants[c] = w
 			s.queue.add(w)
 		} else {
 			s.shared.Add(1)
-			if demand && !w.demand {
-				w.demand = true
-				s.queue.promote(w)
+			if u > w.urgency {
+				w.urgency = u
+				s.queue.add(w)
 			}
 		}
 		w.waiters++

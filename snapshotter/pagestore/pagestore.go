@@ -15,7 +15,8 @@
 // the disk when a machine goes down, so content of another boot is discarded.
 //
 // Each chunk is fetched once however many ask for it. Requests on which a
-// process waits overtake all others, and others run only while no process waits.
+// process waits overtake all others; a few for what will be touched soon run beside
+// them; all others run only while no process waits.
 package pagestore
 
 import (

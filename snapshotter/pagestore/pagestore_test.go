@@ -12,6 +12,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -260,7 +261,7 @@ func TestDemandFirst(t *testing.T) {
 	for {
 		s.mu.Lock()
 		w := b.wants[wanted]
-		asked := w != nil && w.demand
+		asked := w != nil && w.urgency == demand
 		s.mu.Unlock()
 		if asked {
 			break
@@ -293,18 +294,18 @@ func TestSchedule(t *testing.T) {
 	opts := &Options{Parallel: 4, RequestSize: 1 << 20, Quiet: time.Second, BackgroundRate: 1}
 	b := &Blob{index: f.blob, wants: map[int]*want{}}
 	q := &scheduler{}
-	add := func(chunk int, demand bool) *want {
-		w := &want{blob: b, chunk: chunk, demand: demand, done: make(chan struct{})}
+	add := func(chunk int, u urgency) *want {
+		w := &want{blob: b, chunk: chunk, urgency: u, done: make(chan struct{})}
 		b.wants[chunk] = w
 		q.add(w)
 		return w
 	}
 	now := time.Unix(1000, 0)
-	add(0, false)
-	late := add(5, false)
-	add(9, true)
+	add(0, background)
+	late := add(5, background)
+	add(9, demand)
 	d, _ := q.take(now, opts)
-	if d == nil || !d.demand || d.wants[0].chunk != 9 {
+	if d == nil || d.urgency != demand || d.wants[0].chunk != 9 {
 		t.Fatalf("%+v", d)
 	}
 	if bg, wait := q.take(now, opts); bg != nil || wait != 0 {
@@ -314,20 +315,121 @@ func TestSchedule(t *testing.T) {
 	if bg, wait := q.take(now.Add(time.Millisecond), opts); bg != nil || wait != 999*time.Millisecond {
 		t.Fatalf("background does not keep quiet: %v %s", bg, wait)
 	}
-	late.demand = true
-	q.promote(late)
+	late.urgency = demand
+	q.add(late)
 	if p, _ := q.take(now, opts); p == nil || p.wants[0] != late {
 		t.Fatal("promoted chunk is not next")
 	} else {
 		q.end(p, now)
 	}
 	bg, _ := q.take(now.Add(2*time.Second), opts)
-	if bg == nil || bg.demand || bg.wants[0].chunk != 0 {
+	if bg == nil || bg.urgency != background || bg.wants[0].chunk != 0 {
 		t.Fatalf("%+v", bg)
 	}
-	add(1, false)
+	add(1, background)
 	if next, wait := q.take(now.Add(2*time.Second), opts); next != nil || wait <= 0 {
 		t.Fatal("rate limit is ignored")
+	}
+}
+
+// TestScheduleSoon looks at how the scheduler treats what is needed soon.
+func TestScheduleSoon(t *testing.T) {
+	f := newFixture(t, 14, 20)
+	opts := &Options{Parallel: 8, RequestSize: 1 << 20}
+	b := &Blob{index: f.blob, wants: map[int]*want{}}
+	q := &scheduler{}
+	add := func(u urgency, chunks ...int) {
+		for _, c := range chunks {
+			w := &want{blob: b, chunk: c, urgency: u, done: make(chan struct{})}
+			b.wants[c] = w
+			q.add(w)
+		}
+	}
+	now := time.Unix(1000, 0)
+	take := func(u urgency, chunks ...int) *task {
+		t.Helper()
+		got, _ := q.take(now, opts)
+		if got == nil || got.urgency != u {
+			t.Fatalf("%+v instead of %v with urgency %d", got, chunks, u)
+		}
+		var list []int
+		for _, w := range got.wants {
+			list = append(list, w.chunk)
+		}
+		if !slices.Equal(list, chunks) {
+			t.Fatalf("chunks %v instead of %v", list, chunks)
+		}
+		return got
+	}
+	add(background, 0, 8)
+	add(soon, 12, 11, 10, 13, 7, 3, 5, 16, 18)
+	add(demand, 1)
+	wait := take(demand, 1)
+	first := take(soon, 10, 11, 12, 13) // neighbours in one request, whatever their order
+	take(soon, 7)                       // not the background's neighbour
+	take(soon, 3)
+	if next, _ := q.take(now, opts); next != nil {
+		t.Fatalf("%+v begins while a process waits", next)
+	}
+	b.wants[16].urgency = demand // it was touched
+	q.add(b.wants[16])
+	q.end(wait, now)
+	wait = take(demand, 16)
+	q.end(wait, now)
+	take(soon, 5)
+	take(soon, 18)
+	if next, _ := q.take(now, opts); next != nil {
+		t.Fatalf("%+v begins before what is needed soon is there", next)
+	}
+	q.end(first, now)
+	for range 4 {
+		q.end(&task{urgency: soon}, now)
+	}
+	take(background, 0)
+}
+
+// TestPrefetch: what is prefetched is there, is fetched once, and is no hit of the cache.
+func TestPrefetch(t *testing.T) {
+	f := newFixture(t, 15, 60)
+	src := newSource(f)
+	s := openStore(t, Options{})
+	defer s.Close()
+	b := acquire(t, s, f)
+	defer b.Release()
+	for range 2 {
+		wait, err := b.Prefetch(t.Context(), src, []int{40, 7, 6, 5, 4, 41})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := wait(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range f.blob.Chunks {
+		if want := i >= 4 && i <= 7 || i == 40 || i == 41; b.Present(i) != want {
+			t.Errorf("chunk %d is there: %v", i, !want)
+		}
+	}
+	if st := s.Stats(); st.Requests > 4 || st.Chunks != 6 || st.Hits != 0 {
+		t.Errorf("%+v", st)
+	}
+	if _, err := b.Prefetch(t.Context(), src, []int{60}); !errdefs.IsInvalidArgument(err) {
+		t.Errorf("a chunk that is not there: %v", err)
+	}
+	// Given up in the middle: nothing stays queued.
+	src.gate = make(chan struct{})
+	ctx, cancel := context.WithCancel(t.Context())
+	wait, err := b.Prefetch(ctx, src, []int{10, 20, 30, 50, 55})
+	if err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	if err := wait(); !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	close(src.gate)
+	if err := b.Fetch(t.Context(), src, []int{10, 20, 30, 50, 55}, true); err != nil {
+		t.Fatal(err)
 	}
 }
 

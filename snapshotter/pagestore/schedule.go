@@ -10,12 +10,22 @@ type want struct {
 	blob    *Blob
 	chunk   int
 	src     Source
-	demand  bool // a process waits
+	urgency urgency
 	state   wantState
 	waiters int
 	done    chan struct{}
 	err     error
 }
+
+// urgency is how soon a chunk is needed. It only grows.
+type urgency uint8
+
+const (
+	background urgency = iota // some day
+	soon                      // a process is likely to ask for it
+	demand                    // a process waits
+	urgencies
+)
 
 type wantState uint8
 
@@ -34,28 +44,20 @@ func (w *want) finish(err error) {
 
 // scheduler decides what is fetched next. Guarded by Store.mu.
 type scheduler struct {
-	// Both are in the order of asking. A want that was promoted or dropped
-	// stays in the background queue until it is met there.
-	demand, background []*want
+	// By urgency, in the order of asking. A want that became more urgent or was
+	// dropped stays in its old queue until it is met there.
+	queues [urgencies][]*want
+	runs   [urgencies]int // requests under way
 
-	demandRuns, backgroundRuns int
-	lastDemand                 time.Time // when the last request with a waiting process ended
-	nextBackground             time.Time // by the rate limit
-	timer                      *time.Timer
+	lastDemand     time.Time // when the last request with a waiting process ended
+	nextBackground time.Time // by the rate limit
+	timer          *time.Timer
 }
 
+// add is for a new want and for one that has become more urgent.
 func (q *scheduler) add(w *want) {
-	if w.demand {
-		q.demand = append(q.demand, w)
-	} else {
-		q.background = append(q.background, w)
-	}
-}
-
-// promote is for a want that has become one with a waiting process.
-func (q *scheduler) promote(w *want) {
 	if w.state == queued {
-		q.demand = append(q.demand, w)
+		q.queues[w.urgency] = append(q.queues[w.urgency], w)
 	}
 }
 
@@ -67,47 +69,62 @@ func (q *scheduler) stop() {
 
 // task is one request: neighbouring chunks of a blob.
 type task struct {
-	wants  []*want
-	demand bool
-	size   int64
+	wants   []*want
+	urgency urgency
+	size    int64
+}
+
+// peek returns the first want of a queue that is still to be fetched from there.
+func (q *scheduler) peek(u urgency) *want {
+	for len(q.queues[u]) > 0 {
+		w := q.queues[u][0]
+		if w.state == queued && w.urgency == u {
+			return w
+		}
+		q.queues[u] = q.queues[u][1:]
+	}
+	return nil
 }
 
 // take returns the next request, or nil and how long to wait before asking
 // again; 0 is until something changes.
 func (q *scheduler) take(now time.Time, opts *Options) (*task, time.Duration) {
-	for len(q.demand) > 0 {
-		w := q.demand[0]
-		q.demand = q.demand[1:]
-		if w.state == queued {
-			return q.start(w, true, opts), 0
-		}
+	if w := q.peek(demand); w != nil {
+		return q.start(w, demand, opts), 0
 	}
-	if q.demandRuns > 0 || q.backgroundRuns >= max(opts.Parallel-reserved, 1) {
+	free := max(opts.Parallel-reserved, 1)
+	if q.runs[demand] > 0 {
+		free = min(free, besideDemand)
+	}
+	if w := q.peek(soon); w != nil && q.runs[soon]+q.runs[background] < free {
+		return q.start(w, soon, opts), 0
+	}
+	if q.runs[demand] > 0 || q.runs[soon] > 0 || q.runs[background] >= free {
 		return nil, 0
 	}
-	for len(q.background) > 0 {
-		w := q.background[0]
-		if w.state != queued || w.demand {
-			q.background = q.background[1:]
-			continue
-		}
-		if wait := max(q.lastDemand.Add(opts.Quiet).Sub(now), q.nextBackground.Sub(now)); wait > 0 {
-			return nil, wait
-		}
-		q.background = q.background[1:]
-		t := q.start(w, false, opts)
-		if opts.BackgroundRate > 0 {
-			pause := time.Duration(float64(t.size) / float64(opts.BackgroundRate) * float64(time.Second))
-			q.nextBackground = later(now, q.nextBackground).Add(pause)
-		}
-		return t, 0
+	w := q.peek(background)
+	if w == nil {
+		return nil, 0
 	}
-	return nil, 0
+	if wait := max(q.lastDemand.Add(opts.Quiet).Sub(now), q.nextBackground.Sub(now)); wait > 0 {
+		return nil, wait
+	}
+	t := q.start(w, background, opts)
+	if opts.BackgroundRate > 0 {
+		pause := time.Duration(float64(t.size) / float64(opts.BackgroundRate) * float64(time.Second))
+		q.nextBackground = later(now, q.nextBackground).Add(pause)
+	}
+	return t, 0
 }
 
 // reserved is how many of the parallel requests the background leaves free, so
 // that a process never waits for it to end.
 const reserved = 2
+
+// besideDemand is how many requests for what is needed soon may begin while a
+// process waits: a few, since it is likely to wait for these next, but not so many
+// that they take the line from it.
+const besideDemand = 3
 
 func later(a, b time.Time) time.Time {
 	if a.After(b) {
@@ -118,11 +135,22 @@ func later(a, b time.Time) time.Time {
 
 // start makes a request of a want and the wants for the chunks right behind it.
 // Chunks are handed out while the answer streams in, so those behind do not
-// delay the first.
-func (q *scheduler) start(w *want, demand bool, opts *Options) *task {
-	t := &task{demand: demand}
+// delay the first. What is needed soon is asked for in the order of touches: there
+// the request begins with the first of the neighbours.
+func (q *scheduler) start(w *want, u urgency, opts *Options) *task {
+	t := &task{urgency: u}
 	b := w.blob
-	for n := w; n != nil && n.state == queued && n.src == w.src; n = b.wants[n.chunk+1] {
+	joins := func(n *want) bool { return n != nil && n.state == queued && n.src == w.src }
+	if u == soon {
+		ahead := int64(0)
+		for n := b.wants[w.chunk-1]; joins(n) && n.urgency >= soon; n = b.wants[n.chunk-1] {
+			if ahead += int64(b.index.Chunks[n.chunk].Size); ahead > opts.RequestSize/2 {
+				break
+			}
+			w = n
+		}
+	}
+	for n := w; joins(n) && (u != soon || n.urgency >= soon); n = b.wants[n.chunk+1] {
 		size := int64(b.index.Chunks[n.chunk].Size)
 		if len(t.wants) > 0 && t.size+size > opts.RequestSize {
 			break
@@ -132,19 +160,13 @@ func (q *scheduler) start(w *want, demand bool, opts *Options) *task {
 		t.wants = append(t.wants, n)
 	}
 	b.refs++ // until the request has ended
-	if demand {
-		q.demandRuns++
-	} else {
-		q.backgroundRuns++
-	}
+	q.runs[u]++
 	return t
 }
 
 func (q *scheduler) end(t *task, now time.Time) {
-	if t.demand {
-		q.demandRuns--
+	q.runs[t.urgency]--
+	if t.urgency == demand {
 		q.lastDemand = now
-	} else {
-		q.backgroundRuns--
 	}
 }
