@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"mime"
 	"net/http"
@@ -39,6 +40,8 @@ type Reader struct {
 	repo *Repository
 	kind string
 	rg   Range // what is still wanted: Offset and Length move with each read
+	// query is added to the address.
+	query url.Values
 
 	ctx     context.Context
 	timeout time.Duration
@@ -340,9 +343,14 @@ func (d *Reader) renew(old docker.RegistryHost) (docker.RegistryHost, bool) {
 // url is where a host has the content.
 func (d *Reader) url(host docker.RegistryHost) string {
 	u := url.URL{Scheme: host.Scheme, Host: host.Host, Path: path.Join("/", host.Path, d.repo.name, d.kind, d.rg.Digest.String())}
+	query := maps.Clone(d.query)
 	if ref := d.repo.ref.Hostname(); host.Host != ref && (ref != "docker.io" || host.Host != "registry-1.docker.io") {
-		u.RawQuery = url.Values{"ns": {ref}}.Encode() // tells a mirror whose content it is
+		if query == nil {
+			query = url.Values{}
+		}
+		query.Set("ns", ref) // tells a mirror whose content it is
 	}
+	u.RawQuery = query.Encode()
 	return u.String()
 }
 
