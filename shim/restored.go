@@ -65,6 +65,8 @@ type restored struct {
 	oomScore *int     // what the spec says
 	started  time.Time
 
+	recording recording // of report, and of close when that has ended
+
 	stop    context.CancelFunc // ends serve and report
 	running sync.WaitGroup
 
@@ -72,6 +74,7 @@ type restored struct {
 	mu       sync.Mutex
 	failure  error // why the container had to be killed
 	control  any   // its cgroup, once it runs
+	filled   bool  // faults no longer tell what is touched
 	closed   bool
 }
 
@@ -118,6 +121,7 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		return nil, err
 	}
 	prepared.ImagesDir = view
+	c.filled = pager.Policy(prepared.Policy) == pager.Complete
 	options, err := criu.RestoreOptions{LazyPages: true, LogFile: logName, Verbosity: 4}.Encode()
 	if err != nil {
 		return nil, err
@@ -339,6 +343,9 @@ func (c *restored) cgroup() any {
 
 // complete fills all of the container's memory and ends its laziness.
 func (c *restored) complete(ctx context.Context) error {
+	c.mu.Lock()
+	c.filled = true
+	c.mu.Unlock()
 	return c.pager.Fill(ctx)
 }
 
@@ -366,6 +373,7 @@ func (c *restored) close(ctx context.Context) {
 		return
 	}
 	if c.pager != nil {
+		c.record(ctx, c.status().State, true)
 		c.pager.Close()
 		c.fetcher.wait()
 	}
@@ -403,6 +411,7 @@ func (c *restored) report(ctx context.Context) {
 		case <-tick.C:
 		}
 		status := c.status()
+		c.record(ctx, status.State, false)
 		if last != nil && proto.Equal(last, status) {
 			continue
 		}

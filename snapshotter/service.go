@@ -51,6 +51,21 @@ func (s *service) Report(ctx context.Context, req *api.ReportRequest) (*api.Repo
 	return &api.ReportResponse{}, nil
 }
 
+func (s *service) Record(ctx context.Context, req *api.RecordRequest) (*api.RecordResponse, error) {
+	if err := s.restores.Record(ctx, req.GetRestoreId(), req.GetWorkingSet()); err != nil {
+		return nil, api.ToStatus(err)
+	}
+	return &api.RecordResponse{}, nil
+}
+
+func (s *service) WorkingSet(ctx context.Context, req *api.WorkingSetRequest) (*api.WorkingSetResponse, error) {
+	set, err := s.restores.WorkingSet(ctx, req.GetDigest())
+	if err != nil {
+		return nil, api.ToStatus(err)
+	}
+	return &api.WorkingSetResponse{WorkingSet: set}, nil
+}
+
 func (s *service) Release(ctx context.Context, req *api.ReleaseRequest) (*api.ReleaseResponse, error) {
 	if err := s.restores.Release(ctx, req.GetRestoreId()); err != nil {
 		return nil, api.ToStatus(err)

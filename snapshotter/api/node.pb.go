@@ -432,6 +432,182 @@ func (*ReportResponse) Descriptor() ([]byte, []int) {
 	return file_node_proto_rawDescGZIP(), []int{6}
 }
 
+type RecordRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	RestoreId     string                 `protobuf:"bytes,1,opt,name=restore_id,json=restoreId,proto3" json:"restore_id,omitempty"`
+	WorkingSet    []byte                 `protobuf:"bytes,2,opt,name=working_set,json=workingSet,proto3" json:"working_set,omitempty"` // encoded as docs/image-format.md says
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RecordRequest) Reset() {
+	*x = RecordRequest{}
+	mi := &file_node_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RecordRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RecordRequest) ProtoMessage() {}
+
+func (x *RecordRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_node_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RecordRequest.ProtoReflect.Descriptor instead.
+func (*RecordRequest) Descriptor() ([]byte, []int) {
+	return file_node_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *RecordRequest) GetRestoreId() string {
+	if x != nil {
+		return x.RestoreId
+	}
+	return ""
+}
+
+func (x *RecordRequest) GetWorkingSet() []byte {
+	if x != nil {
+		return x.WorkingSet
+	}
+	return nil
+}
+
+type RecordResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RecordResponse) Reset() {
+	*x = RecordResponse{}
+	mi := &file_node_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RecordResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RecordResponse) ProtoMessage() {}
+
+func (x *RecordResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_node_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RecordResponse.ProtoReflect.Descriptor instead.
+func (*RecordResponse) Descriptor() ([]byte, []int) {
+	return file_node_proto_rawDescGZIP(), []int{8}
+}
+
+type WorkingSetRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Digest        string                 `protobuf:"bytes,1,opt,name=digest,proto3" json:"digest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WorkingSetRequest) Reset() {
+	*x = WorkingSetRequest{}
+	mi := &file_node_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WorkingSetRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WorkingSetRequest) ProtoMessage() {}
+
+func (x *WorkingSetRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_node_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WorkingSetRequest.ProtoReflect.Descriptor instead.
+func (*WorkingSetRequest) Descriptor() ([]byte, []int) {
+	return file_node_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *WorkingSetRequest) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+type WorkingSetResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	WorkingSet    []byte                 `protobuf:"bytes,1,opt,name=working_set,json=workingSet,proto3" json:"working_set,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WorkingSetResponse) Reset() {
+	*x = WorkingSetResponse{}
+	mi := &file_node_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WorkingSetResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WorkingSetResponse) ProtoMessage() {}
+
+func (x *WorkingSetResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_node_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WorkingSetResponse.ProtoReflect.Descriptor instead.
+func (*WorkingSetResponse) Descriptor() ([]byte, []int) {
+	return file_node_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *WorkingSetResponse) GetWorkingSet() []byte {
+	if x != nil {
+		return x.WorkingSet
+	}
+	return nil
+}
+
 type ReleaseRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	RestoreId     string                 `protobuf:"bytes,1,opt,name=restore_id,json=restoreId,proto3" json:"restore_id,omitempty"`
@@ -441,7 +617,7 @@ type ReleaseRequest struct {
 
 func (x *ReleaseRequest) Reset() {
 	*x = ReleaseRequest{}
-	mi := &file_node_proto_msgTypes[7]
+	mi := &file_node_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -453,7 +629,7 @@ func (x *ReleaseRequest) String() string {
 func (*ReleaseRequest) ProtoMessage() {}
 
 func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[7]
+	mi := &file_node_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -466,7 +642,7 @@ func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{7}
+	return file_node_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ReleaseRequest) GetRestoreId() string {
@@ -484,7 +660,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_node_proto_msgTypes[8]
+	mi := &file_node_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -496,7 +672,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[8]
+	mi := &file_node_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -509,7 +685,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{8}
+	return file_node_proto_rawDescGZIP(), []int{12}
 }
 
 type ListRequest struct {
@@ -520,7 +696,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_node_proto_msgTypes[9]
+	mi := &file_node_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -532,7 +708,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[9]
+	mi := &file_node_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -545,7 +721,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{9}
+	return file_node_proto_rawDescGZIP(), []int{13}
 }
 
 type ListResponse struct {
@@ -557,7 +733,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_node_proto_msgTypes[10]
+	mi := &file_node_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -569,7 +745,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[10]
+	mi := &file_node_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -582,7 +758,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{10}
+	return file_node_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListResponse) GetRestores() []*Status {
@@ -616,7 +792,7 @@ type Status struct {
 
 func (x *Status) Reset() {
 	*x = Status{}
-	mi := &file_node_proto_msgTypes[11]
+	mi := &file_node_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -628,7 +804,7 @@ func (x *Status) String() string {
 func (*Status) ProtoMessage() {}
 
 func (x *Status) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[11]
+	mi := &file_node_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -641,7 +817,7 @@ func (x *Status) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Status.ProtoReflect.Descriptor instead.
 func (*Status) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{11}
+	return file_node_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Status) GetRestoreId() string {
@@ -785,7 +961,18 @@ const file_node_proto_rawDesc = "" +
 	"\rFetchResponse\"=\n" +
 	"\rReportRequest\x12,\n" +
 	"\x06status\x18\x01 \x01(\v2\x14.thaw.node.v1.StatusR\x06status\"\x10\n" +
-	"\x0eReportResponse\"/\n" +
+	"\x0eReportResponse\"O\n" +
+	"\rRecordRequest\x12\x1d\n" +
+	"\n" +
+	"restore_id\x18\x01 \x01(\tR\trestoreId\x12\x1f\n" +
+	"\vworking_set\x18\x02 \x01(\fR\n" +
+	"workingSet\"\x10\n" +
+	"\x0eRecordResponse\"+\n" +
+	"\x11WorkingSetRequest\x12\x16\n" +
+	"\x06digest\x18\x01 \x01(\tR\x06digest\"5\n" +
+	"\x12WorkingSetResponse\x12\x1f\n" +
+	"\vworking_set\x18\x01 \x01(\fR\n" +
+	"workingSet\"/\n" +
 	"\x0eReleaseRequest\x12\x1d\n" +
 	"\n" +
 	"restore_id\x18\x01 \x01(\tR\trestoreId\"\x11\n" +
@@ -811,11 +998,14 @@ const file_node_proto_rawDesc = "" +
 	"\rbytes_fetched\x18\f \x01(\x04R\fbytesFetched\x12#\n" +
 	"\rremote_faults\x18\r \x01(\x04R\fremoteFaults\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x0e \x01(\x03R\rstartedUnixNs\x12\x10\n" +
-	"\x03pod\x18\x0f \x01(\tR\x03pod2\xdc\x02\n" +
+	"\x03pod\x18\x0f \x01(\tR\x03pod2\xf2\x03\n" +
 	"\x04Node\x12F\n" +
 	"\aPrepare\x12\x1c.thaw.node.v1.PrepareRequest\x1a\x1d.thaw.node.v1.PrepareResponse\x12@\n" +
 	"\x05Fetch\x12\x1a.thaw.node.v1.FetchRequest\x1a\x1b.thaw.node.v1.FetchResponse\x12C\n" +
-	"\x06Report\x12\x1b.thaw.node.v1.ReportRequest\x1a\x1c.thaw.node.v1.ReportResponse\x12F\n" +
+	"\x06Report\x12\x1b.thaw.node.v1.ReportRequest\x1a\x1c.thaw.node.v1.ReportResponse\x12C\n" +
+	"\x06Record\x12\x1b.thaw.node.v1.RecordRequest\x1a\x1c.thaw.node.v1.RecordResponse\x12O\n" +
+	"\n" +
+	"WorkingSet\x12\x1f.thaw.node.v1.WorkingSetRequest\x1a .thaw.node.v1.WorkingSetResponse\x12F\n" +
 	"\aRelease\x12\x1c.thaw.node.v1.ReleaseRequest\x1a\x1d.thaw.node.v1.ReleaseResponse\x12=\n" +
 	"\x04List\x12\x19.thaw.node.v1.ListRequest\x1a\x1a.thaw.node.v1.ListResponseB\x1fZ\x1dthaw.dev/thaw/snapshotter/apib\x06proto3"
 
@@ -831,37 +1021,45 @@ func file_node_proto_rawDescGZIP() []byte {
 	return file_node_proto_rawDescData
 }
 
-var file_node_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_node_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_node_proto_goTypes = []any{
-	(*PrepareRequest)(nil),  // 0: thaw.node.v1.PrepareRequest
-	(*PrepareResponse)(nil), // 1: thaw.node.v1.PrepareResponse
-	(*Store)(nil),           // 2: thaw.node.v1.Store
-	(*FetchRequest)(nil),    // 3: thaw.node.v1.FetchRequest
-	(*FetchResponse)(nil),   // 4: thaw.node.v1.FetchResponse
-	(*ReportRequest)(nil),   // 5: thaw.node.v1.ReportRequest
-	(*ReportResponse)(nil),  // 6: thaw.node.v1.ReportResponse
-	(*ReleaseRequest)(nil),  // 7: thaw.node.v1.ReleaseRequest
-	(*ReleaseResponse)(nil), // 8: thaw.node.v1.ReleaseResponse
-	(*ListRequest)(nil),     // 9: thaw.node.v1.ListRequest
-	(*ListResponse)(nil),    // 10: thaw.node.v1.ListResponse
-	(*Status)(nil),          // 11: thaw.node.v1.Status
+	(*PrepareRequest)(nil),     // 0: thaw.node.v1.PrepareRequest
+	(*PrepareResponse)(nil),    // 1: thaw.node.v1.PrepareResponse
+	(*Store)(nil),              // 2: thaw.node.v1.Store
+	(*FetchRequest)(nil),       // 3: thaw.node.v1.FetchRequest
+	(*FetchResponse)(nil),      // 4: thaw.node.v1.FetchResponse
+	(*ReportRequest)(nil),      // 5: thaw.node.v1.ReportRequest
+	(*ReportResponse)(nil),     // 6: thaw.node.v1.ReportResponse
+	(*RecordRequest)(nil),      // 7: thaw.node.v1.RecordRequest
+	(*RecordResponse)(nil),     // 8: thaw.node.v1.RecordResponse
+	(*WorkingSetRequest)(nil),  // 9: thaw.node.v1.WorkingSetRequest
+	(*WorkingSetResponse)(nil), // 10: thaw.node.v1.WorkingSetResponse
+	(*ReleaseRequest)(nil),     // 11: thaw.node.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),    // 12: thaw.node.v1.ReleaseResponse
+	(*ListRequest)(nil),        // 13: thaw.node.v1.ListRequest
+	(*ListResponse)(nil),       // 14: thaw.node.v1.ListResponse
+	(*Status)(nil),             // 15: thaw.node.v1.Status
 }
 var file_node_proto_depIdxs = []int32{
 	2,  // 0: thaw.node.v1.PrepareResponse.stores:type_name -> thaw.node.v1.Store
-	11, // 1: thaw.node.v1.ReportRequest.status:type_name -> thaw.node.v1.Status
-	11, // 2: thaw.node.v1.ListResponse.restores:type_name -> thaw.node.v1.Status
+	15, // 1: thaw.node.v1.ReportRequest.status:type_name -> thaw.node.v1.Status
+	15, // 2: thaw.node.v1.ListResponse.restores:type_name -> thaw.node.v1.Status
 	0,  // 3: thaw.node.v1.Node.Prepare:input_type -> thaw.node.v1.PrepareRequest
 	3,  // 4: thaw.node.v1.Node.Fetch:input_type -> thaw.node.v1.FetchRequest
 	5,  // 5: thaw.node.v1.Node.Report:input_type -> thaw.node.v1.ReportRequest
-	7,  // 6: thaw.node.v1.Node.Release:input_type -> thaw.node.v1.ReleaseRequest
-	9,  // 7: thaw.node.v1.Node.List:input_type -> thaw.node.v1.ListRequest
-	1,  // 8: thaw.node.v1.Node.Prepare:output_type -> thaw.node.v1.PrepareResponse
-	4,  // 9: thaw.node.v1.Node.Fetch:output_type -> thaw.node.v1.FetchResponse
-	6,  // 10: thaw.node.v1.Node.Report:output_type -> thaw.node.v1.ReportResponse
-	8,  // 11: thaw.node.v1.Node.Release:output_type -> thaw.node.v1.ReleaseResponse
-	10, // 12: thaw.node.v1.Node.List:output_type -> thaw.node.v1.ListResponse
-	8,  // [8:13] is the sub-list for method output_type
-	3,  // [3:8] is the sub-list for method input_type
+	7,  // 6: thaw.node.v1.Node.Record:input_type -> thaw.node.v1.RecordRequest
+	9,  // 7: thaw.node.v1.Node.WorkingSet:input_type -> thaw.node.v1.WorkingSetRequest
+	11, // 8: thaw.node.v1.Node.Release:input_type -> thaw.node.v1.ReleaseRequest
+	13, // 9: thaw.node.v1.Node.List:input_type -> thaw.node.v1.ListRequest
+	1,  // 10: thaw.node.v1.Node.Prepare:output_type -> thaw.node.v1.PrepareResponse
+	4,  // 11: thaw.node.v1.Node.Fetch:output_type -> thaw.node.v1.FetchResponse
+	6,  // 12: thaw.node.v1.Node.Report:output_type -> thaw.node.v1.ReportResponse
+	8,  // 13: thaw.node.v1.Node.Record:output_type -> thaw.node.v1.RecordResponse
+	10, // 14: thaw.node.v1.Node.WorkingSet:output_type -> thaw.node.v1.WorkingSetResponse
+	12, // 15: thaw.node.v1.Node.Release:output_type -> thaw.node.v1.ReleaseResponse
+	14, // 16: thaw.node.v1.Node.List:output_type -> thaw.node.v1.ListResponse
+	10, // [10:17] is the sub-list for method output_type
+	3,  // [3:10] is the sub-list for method input_type
 	3,  // [3:3] is the sub-list for extension type_name
 	3,  // [3:3] is the sub-list for extension extendee
 	0,  // [0:3] is the sub-list for field type_name
@@ -878,7 +1076,7 @@ func file_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_node_proto_rawDesc), len(file_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -11,6 +11,8 @@ type NodeService interface {
 	Prepare(context.Context, *PrepareRequest) (*PrepareResponse, error)
 	Fetch(context.Context, *FetchRequest) (*FetchResponse, error)
 	Report(context.Context, *ReportRequest) (*ReportResponse, error)
+	Record(context.Context, *RecordRequest) (*RecordResponse, error)
+	WorkingSet(context.Context, *WorkingSetRequest) (*WorkingSetResponse, error)
 	Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error)
 	List(context.Context, *ListRequest) (*ListResponse, error)
 }
@@ -38,6 +40,20 @@ func RegisterNodeService(srv *ttrpc.Server, svc NodeService) {
 					return nil, err
 				}
 				return svc.Report(ctx, &req)
+			},
+			"Record": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req RecordRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Record(ctx, &req)
+			},
+			"WorkingSet": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req WorkingSetRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.WorkingSet(ctx, &req)
 			},
 			"Release": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
 				var req ReleaseRequest
@@ -86,6 +102,22 @@ func (c *nodeClient) Fetch(ctx context.Context, req *FetchRequest) (*FetchRespon
 func (c *nodeClient) Report(ctx context.Context, req *ReportRequest) (*ReportResponse, error) {
 	var resp ReportResponse
 	if err := c.client.Call(ctx, "thaw.node.v1.Node", "Report", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *nodeClient) Record(ctx context.Context, req *RecordRequest) (*RecordResponse, error) {
+	var resp RecordResponse
+	if err := c.client.Call(ctx, "thaw.node.v1.Node", "Record", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *nodeClient) WorkingSet(ctx context.Context, req *WorkingSetRequest) (*WorkingSetResponse, error) {
+	var resp WorkingSetResponse
+	if err := c.client.Call(ctx, "thaw.node.v1.Node", "WorkingSet", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/containerd/errdefs"
+	"github.com/opencontainers/go-digest"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
@@ -67,7 +68,8 @@ func readSpec(bundle string) (*specs.Spec, error) {
 // wish is what a container's spec says about its restore.
 type wish struct {
 	sandbox  bool
-	image    string // empty: see the container's record
+	image    string        // empty: see the container's record
+	index    digest.Digest // what the image name stands for
 	required bool
 	policy   string
 	pod      string

@@ -133,6 +133,7 @@ func (m *Manager) recoverOne(path string) (err error) {
 			m.letGo(r)
 		}
 	}()
+	r.ctx, r.cancel = context.WithCancel(m.ctx)
 	if r.layout, err = m.layouts.adopt(d.Encoded()); err != nil {
 		return err
 	}

@@ -5,9 +5,10 @@
 // the node's image store, fetched, verified, checked against this machine and
 // the container's spec, and laid out; its page blobs are opened in the page store.
 //
-// The life of a restore: Prepare makes it; Fetch brings pages; Report tells how
-// it is going, and under the policy `cached` starts the background fill once the
-// container runs; Release ends it. Restores outlive the daemon: each has a record
+// The life of a restore: Prepare makes it and starts to prefetch its working set;
+// Fetch brings pages; Report tells how it is going, and under the policy `cached`
+// starts the background fill once the container runs; Record keeps what it touched
+// first, for the next restore; Release ends it. Restores outlive the daemon: each has a record
 // in the state folder, from which the next run goes on.
 package restore
 
@@ -32,6 +33,7 @@ import (
 	"thaw.dev/thaw/snapshotter/pageindex"
 	"thaw.dev/thaw/snapshotter/pagestore"
 	"thaw.dev/thaw/snapshotter/registry"
+	"thaw.dev/thaw/snapshotter/workingset"
 )
 
 // States that a shim reports (api.Status).
@@ -67,13 +69,15 @@ type Options struct {
 type Manager struct {
 	opts    Options
 	layouts *layouts
-	ctx     context.Context // of background fills
+	sets    *workingset.Store
+	ctx     context.Context // of prefetches and background fills
 	cancel  context.CancelFunc
 	wg      sync.WaitGroup
 
 	mu       sync.Mutex
 	restores map[string]*restored
 	repos    map[string]*repository
+	lookups  map[string]*lookup
 	closed   bool
 }
 
@@ -91,10 +95,11 @@ type restored struct {
 	repo   *repository
 	blobs  []*pagestore.Blob
 
-	status  *api.Status // guarded by Manager.mu
-	filling bool        // guarded by Manager.mu
+	status  *api.Status   // guarded by Manager.mu
+	filling bool          // guarded by Manager.mu
+	ready   chan struct{} // closed when the restore is prepared
 	ctx     context.Context
-	cancel  context.CancelFunc // ends the fill
+	cancel  context.CancelFunc // ends prefetch and fill
 }
 
 // Open returns a manager that goes on with the restores of an earlier run.
@@ -104,7 +109,11 @@ func Open(ctx context.Context, opts Options) (*Manager, error) {
 	if err != nil {
 		return nil, err
 	}
-	m := &Manager{opts: opts, restores: make(map[string]*restored), repos: make(map[string]*repository)}
+	sets, err := workingset.Open(filepath.Join(opts.CacheDir, "workingsets"))
+	if err != nil {
+		return nil, err
+	}
+	m := &Manager{opts: opts, sets: sets, restores: make(map[string]*restored), repos: make(map[string]*repository), lookups: make(map[string]*lookup)}
 	if m.layouts, err = openLayouts(filepath.Join(opts.StateDir, "images"), opts.Limits, meta); err != nil {
 		return nil, err
 	}
@@ -120,7 +129,7 @@ func Open(ctx context.Context, opts Options) (*Manager, error) {
 	return m, nil
 }
 
-// Close ends background fills and lets go of the page store. The restores'
+// Close ends prefetches and background fills, and lets go of the page store. The restores'
 // records stay for the next run.
 func (m *Manager) Close() {
 	m.mu.Lock()
@@ -202,6 +211,7 @@ func (m *Manager) resolve(ctx context.Context, req *api.PrepareRequest, w *wish)
 	if err != nil {
 		return v1.Descriptor{}, err
 	}
+	w.index = target.Digest
 	return m.find(ctx, req.GetNamespace(), w.image, target, none)
 }
 
@@ -215,7 +225,7 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 			return nil, err
 		}
 	}
-	r := &restored{record: record{
+	r := &restored{ready: make(chan struct{}), record: record{
 		ID: ID(req.GetNamespace(), req.GetContainerId()), Namespace: req.GetNamespace(), Container: req.GetContainerId(),
 		Bundle: req.GetBundle(), Image: w.image, Manifest: manifest.Digest.String(), Policy: w.policy, Pod: w.pod, Started: time.Now(),
 	}}
@@ -227,6 +237,10 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 			m.letGo(r)
 		}
 	}()
+	r.ctx, r.cancel = context.WithCancel(m.ctx)
+	if err := m.background(func() { m.prefetch(r, w.index) }); err != nil {
+		return nil, err
+	}
 	if r.layout, err = m.layouts.acquire(ctx, r.repo.Repository, manifest); err != nil {
 		return nil, err
 	}
@@ -238,7 +252,23 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 	if err := m.take(r); err != nil {
 		return nil, err
 	}
-	return r, m.add(r)
+	if err := m.add(r); err != nil {
+		return nil, err
+	}
+	close(r.ready)
+	return r, nil
+}
+
+// background runs a function that ends when a restore's or the manager's context
+// does.
+func (m *Manager) background(f func()) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return errClosed
+	}
+	m.wg.Go(f)
+	return nil
 }
 
 // ID names the restore of a container, of which there is at most one.
@@ -264,7 +294,6 @@ func (m *Manager) add(r *restored) error {
 		RestoreId: r.record.ID, Namespace: r.record.Namespace, ContainerId: r.record.Container, Image: r.record.Image,
 		State: StatePreparing, PagesTotal: total, StartedUnixNs: r.record.Started.UnixNano(), Pod: r.record.Pod,
 	}
-	r.ctx, r.cancel = context.WithCancel(m.ctx)
 	if err := r.record.write(m.recordDir()); err != nil {
 		return err
 	}
@@ -282,7 +311,7 @@ func (m *Manager) add(r *restored) error {
 	return nil
 }
 
-var errClosed = fmt.Errorf("thaw-snapshotter is stopping: %w", errdefs.ErrUnavailable)
+var errClosed = fmt.Errorf("thaw-snapshotter is stopping: %w", errdefs.ErrAborted)
 
 // letGo gives back what a restore holds.
 func (m *Manager) letGo(r *restored) {
