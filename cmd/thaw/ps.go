@@ -45,22 +45,30 @@ func daemonSocket(c *cli.Context, cfg *config.Config) string {
 	return filepath.Join(cfg.StateDir, "thaw.sock")
 }
 
-// list asks the node's daemon for its restores.
-func list(ctx context.Context, socket string) (*api.ListResponse, error) {
+// ask makes one call to the node's daemon.
+func ask(ctx context.Context, socket string, call func(context.Context, api.NodeService) error) error {
 	ctx, cancel := context.WithTimeout(ctx, daemonTimeout)
 	defer cancel()
 	var d net.Dialer
 	conn, err := d.DialContext(ctx, "unix", socket)
 	if err != nil {
-		return nil, fmt.Errorf("thaw-snapshotter is not running on this node (%w): start it, e.g. systemctl start thaw-snapshotter", err)
+		return fmt.Errorf("thaw-snapshotter is not running on this node (%w): start it, e.g. systemctl start thaw-snapshotter", err)
 	}
 	client := ttrpc.NewClient(conn)
 	defer client.Close()
-	resp, err := api.NewNodeClient(client).List(ctx, &api.ListRequest{})
-	if err != nil {
-		return nil, fmt.Errorf("thaw-snapshotter at %s: %w", socket, errgrpc.ToNative(err))
+	if err := call(ctx, api.NewNodeClient(client)); err != nil {
+		return fmt.Errorf("thaw-snapshotter at %s: %w", socket, errgrpc.ToNative(err))
 	}
-	return resp, nil
+	return nil
+}
+
+// list asks the node's daemon for its restores.
+func list(ctx context.Context, socket string) (resp *api.ListResponse, err error) {
+	err = ask(ctx, socket, func(ctx context.Context, n api.NodeService) (err error) {
+		resp, err = n.List(ctx, &api.ListRequest{})
+		return err
+	})
+	return resp, err
 }
 
 func runPs(c *cli.Context) error {

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"slices"
 	"strings"
 
 	"github.com/urfave/cli/v2"
@@ -17,6 +18,9 @@ func reorder(commands []*cli.Command, args []string) []string {
 		}
 		for _, c := range commands {
 			if c.HasName(args[i]) {
+				if parts(c) {
+					return append(append([]string{}, args[:i]...), reorder(c.Subcommands, args[i:])...)
+				}
 				flags, rest := split(c.Flags, args[i+1:])
 				out := append([]string{}, args[:i+1]...)
 				return append(append(out, flags...), rest...)
@@ -25,6 +29,12 @@ func reorder(commands []*cli.Command, args []string) []string {
 		return args
 	}
 	return args
+}
+
+// parts reports whether a command is made of others. The cli package gives each
+// command one that is named help.
+func parts(c *cli.Command) bool {
+	return slices.ContainsFunc(c.Subcommands, func(s *cli.Command) bool { return s.Name != "help" })
 }
 
 // split parts flags, with their values, from arguments.

@@ -67,6 +67,10 @@ func TestUsage(t *testing.T) {
 		{"inspect UPPER", 1, "no image reference"},
 		{"ps extra", 2, "unexpected argument"},
 		{"ps --socket /nowhere/thaw.sock", 1, "thaw-snapshotter is not running"},
+		{"workingset", 0, ""},
+		{"workingset pull", 2, `unknown command "pull"`},
+		{"workingset push", 2, "REF is missing"},
+		{"workingset push UPPER --socket /nowhere/thaw.sock", 1, "no image reference"},
 		{"completion", 2, "SHELL is missing"},
 		{"completion tcsh", 2, "bash, zsh and fish"},
 	} {
@@ -86,6 +90,7 @@ func TestReorder(t *testing.T) {
 		"thaw checkpoint abc --push r/x:1 --leave-running": "thaw checkpoint --push r/x:1 --leave-running abc",
 		"thaw checkpoint abc --push=r/x:1 -n ns":           "thaw checkpoint --push=r/x:1 -n ns abc",
 		"thaw checkpoint --leave-running abc --push r/x:1": "thaw checkpoint --leave-running --push r/x:1 abc",
+		"thaw workingset push r/x:1 --socket s -c f":       "thaw workingset push --socket s -c f r/x:1",
 		"thaw --debug ps --json":                           "thaw --debug ps --json",
 		"thaw checkpoint -- --push abc":                    "thaw checkpoint -- --push abc",
 		"thaw checkpoint a -- --push":                      "thaw checkpoint a -- --push",

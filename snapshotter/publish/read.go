@@ -30,8 +30,9 @@ type Image struct {
 	// Checkpoint is the checkpoint manifest, taken apart.
 	Checkpoint *checkpoint.Image
 
-	repo name.Repository
-	opts []remote.Option
+	descriptor v1.Descriptor // of the index
+	repo       name.Repository
+	opts       []remote.Option
 }
 
 func pullOptions(ctx context.Context, certsDir string) []remote.Option {
@@ -63,7 +64,11 @@ func read(ref name.Reference, opts []remote.Option) (*Image, error) {
 	if desc.MediaType != types.OCIImageIndex {
 		return nil, checkpoint.ErrNoCheckpoint
 	}
-	img := &Image{Reference: ref.Context().Digest(desc.Digest.String()).String(), repo: ref.Context(), opts: opts}
+	img := &Image{
+		Reference:  ref.Context().Digest(desc.Digest.String()).String(),
+		descriptor: v1.Descriptor{MediaType: string(desc.MediaType), Digest: digest.Digest(desc.Digest.String()), Size: desc.Size},
+		repo:       ref.Context(), opts: opts,
+	}
 	if len(desc.Manifest) > checkpoint.MaxManifestSize {
 		return nil, fmt.Errorf("%w: index of %d bytes", checkpoint.ErrFormat, len(desc.Manifest))
 	}
