@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"text/template"
 	"time"
@@ -214,15 +215,24 @@ func (s *Stack) Daemon() *Process { return s.daemon }
 // ThawCache is the daemon's cache_dir.
 func (s *Stack) ThawCache() string { return filepath.Join(s.Dir, "thaw") }
 
-// ClearThawCache makes the node's cache cold: it stops the daemon, empties its cache and starts it again. Restored
-// containers must be gone.
-func (s *Stack) ClearThawCache(ctx context.Context) error {
+// ClearThawCache makes the node's cache cold: it stops the daemon, empties its cache but for the folders to keep, and starts
+// it again. Restored containers must be gone.
+func (s *Stack) ClearThawCache(ctx context.Context, keep ...string) error {
 	running := s.daemon.Running()
 	if err := s.StopDaemon(ctx); err != nil {
 		return err
 	}
-	if err := os.RemoveAll(s.ThawCache()); err != nil {
+	folders, err := os.ReadDir(s.ThawCache())
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
+	}
+	for _, f := range folders {
+		if slices.Contains(keep, f.Name()) {
+			continue
+		}
+		if err := os.RemoveAll(filepath.Join(s.ThawCache(), f.Name())); err != nil {
+			return err
+		}
 	}
 	if !running {
 		return nil
