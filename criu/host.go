@@ -10,6 +10,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"thaw.dev/thaw/criu/uffd"
 )
 
 // Finding is the result of one check of this node.
@@ -62,25 +64,21 @@ func checkKernel() Finding {
 	return f
 }
 
-// userfaultfdEvents are the features of userfaultfd that CRIU asks for
-// (linux/userfaultfd.h): events of fork, remap, remove and unmap.
-const userfaultfdEvents = 1<<1 | 1<<2 | 1<<3 | 1<<6
-
 // checkUserfaultfd asks the kernel itself: it depends on how it was built and on
 // this process's capabilities.
 func checkUserfaultfd() Finding {
 	f := Finding{Name: "userfaultfd"}
-	features, err := userfaultfdFeatures()
+	features, err := uffd.Probe()
 	switch {
 	case err == unix.ENOSYS:
 		f.Detail, f.Remedy = "not in this kernel", "run a kernel with CONFIG_USERFAULTFD=y"
 	case err == unix.EPERM:
-		f.Detail, f.Remedy = "refused", "run as root with CAP_SYS_PTRACE, or set the sysctl vm.unprivileged_userfaultfd to 1"
-	case err != nil:
-		f.Detail, f.Remedy = err.Error(), "run a kernel with CONFIG_USERFAULTFD=y"
-	case features&userfaultfdEvents != userfaultfdEvents:
+		f.Detail, f.Remedy = "refused", "run as root with CAP_SYS_PTRACE, without which the events of forks are refused"
+	case features != 0 && features&uffd.FeatureEvents != uffd.FeatureEvents:
 		f.Detail = fmt.Sprintf("features %#x lack the events of fork, remap, remove or unmap", features)
 		f.Remedy = "run Linux 4.11 or later"
+	case err != nil:
+		f.Detail, f.Remedy = err.Error(), "run a kernel with CONFIG_USERFAULTFD=y"
 	default:
 		f.OK, f.Detail = true, "with all events"
 	}

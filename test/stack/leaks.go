@@ -157,8 +157,8 @@ func (state State) devices() error {
 	return nil
 }
 
-// parents are folders that the first restore makes and that stay.
-var parents = []string{ThawStateDir + "/containers", ThawStateDir + "/containers/" + CRINamespace, ThawStateDir + "/restores"}
+// records is the folder of the daemon's restores, which it makes when it starts first.
+const records = ThawStateDir + "/restores"
 
 // files lists sockets, FIFOs and folders below a folder, without entering mounted root filesystems. Regular files are the
 // business of their folders.
@@ -175,7 +175,7 @@ func (state State) files(root string) error {
 			return fs.SkipDir
 		case path == filepath.Join(ThawStateDir, "images"):
 			return fs.SkipDir // images that were laid out stay for the next restore, up to a limit
-		case slices.Contains(parents, path):
+		case path == records:
 		case d.IsDir(), d.Type()&(fs.ModeSocket|fs.ModeNamedPipe) != 0, strings.HasPrefix(path, "/run/netns/"):
 			state.add("file", path)
 		}
