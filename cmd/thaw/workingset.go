@@ -16,10 +16,10 @@ import (
 
 var workingsetCommand = &cli.Command{
 	Name:  "workingset",
-	Usage: "publish what restored containers touch first",
+	Usage: "record and publish what restored containers touch first",
 	Description: `A node records which memory a restored container touches until it is quiet, and
 fetches that first when the image is restored again.`,
-	Subcommands:     []*cli.Command{workingsetPushCommand},
+	Subcommands:     []*cli.Command{workingsetRecordCommand, workingsetPushCommand},
 	HideHelpCommand: true,
 	OnUsageError:    onUsageError,
 	Action: func(c *cli.Context) error {

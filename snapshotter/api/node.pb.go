@@ -785,7 +785,8 @@ type Status struct {
 	BytesFetched   uint64                 `protobuf:"varint,12,opt,name=bytes_fetched,json=bytesFetched,proto3" json:"bytes_fetched,omitempty"` // from the registry, for this restore's image (filled in by the daemon)
 	RemoteFaults   uint64                 `protobuf:"varint,13,opt,name=remote_faults,json=remoteFaults,proto3" json:"remote_faults,omitempty"` // faults that had to wait for the registry
 	StartedUnixNs  int64                  `protobuf:"varint,14,opt,name=started_unix_ns,json=startedUnixNs,proto3" json:"started_unix_ns,omitempty"`
-	Pod            string                 `protobuf:"bytes,15,opt,name=pod,proto3" json:"pod,omitempty"` // namespace/name, of CRI containers
+	Pod            string                 `protobuf:"bytes,15,opt,name=pod,proto3" json:"pod,omitempty"`                                              // namespace/name, of CRI containers
+	RecordedChunks uint64                 `protobuf:"varint,16,opt,name=recorded_chunks,json=recordedChunks,proto3" json:"recorded_chunks,omitempty"` // of its working set, once the recording is over (filled in by the daemon)
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -925,6 +926,13 @@ func (x *Status) GetPod() string {
 	return ""
 }
 
+func (x *Status) GetRecordedChunks() uint64 {
+	if x != nil {
+		return x.RecordedChunks
+	}
+	return 0
+}
+
 var File_node_proto protoreflect.FileDescriptor
 
 const file_node_proto_rawDesc = "" +
@@ -979,7 +987,7 @@ const file_node_proto_rawDesc = "" +
 	"\x0fReleaseResponse\"\r\n" +
 	"\vListRequest\"@\n" +
 	"\fListResponse\x120\n" +
-	"\brestores\x18\x01 \x03(\v2\x14.thaw.node.v1.StatusR\brestores\"\xe4\x03\n" +
+	"\brestores\x18\x01 \x03(\v2\x14.thaw.node.v1.StatusR\brestores\"\x8d\x04\n" +
 	"\x06Status\x12\x1d\n" +
 	"\n" +
 	"restore_id\x18\x01 \x01(\tR\trestoreId\x12\x1c\n" +
@@ -998,7 +1006,8 @@ const file_node_proto_rawDesc = "" +
 	"\rbytes_fetched\x18\f \x01(\x04R\fbytesFetched\x12#\n" +
 	"\rremote_faults\x18\r \x01(\x04R\fremoteFaults\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x0e \x01(\x03R\rstartedUnixNs\x12\x10\n" +
-	"\x03pod\x18\x0f \x01(\tR\x03pod2\xf2\x03\n" +
+	"\x03pod\x18\x0f \x01(\tR\x03pod\x12'\n" +
+	"\x0frecorded_chunks\x18\x10 \x01(\x04R\x0erecordedChunks2\xf2\x03\n" +
 	"\x04Node\x12F\n" +
 	"\aPrepare\x12\x1c.thaw.node.v1.PrepareRequest\x1a\x1d.thaw.node.v1.PrepareResponse\x12@\n" +
 	"\x05Fetch\x12\x1a.thaw.node.v1.FetchRequest\x1a\x1b.thaw.node.v1.FetchResponse\x12C\n" +

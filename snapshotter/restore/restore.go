@@ -6,7 +6,7 @@
 // the container's spec, and laid out; its page blobs are opened in the page store.
 //
 // The life of a restore: Prepare makes it and starts to prefetch its working set;
-// Fetch brings pages; Report tells how it is going, and under the policy `cached`
+// Fetch brings pages; Report tells how it is going, and unless the policy is `lazy`
 // starts the background fill once the container runs; Record keeps what it touched
 // first, for the next restore; Release ends it. Restores outlive the daemon: each has a record
 // in the state folder, from which the next run goes on.
@@ -405,8 +405,9 @@ func (m *Manager) Report(ctx context.Context, s *api.Status) (before string, err
 	// Who and what it is, the daemon knows by itself.
 	next.Namespace, next.ContainerId, next.Image, next.Pod = r.status.GetNamespace(), r.status.GetContainerId(), r.status.GetImage(), r.status.GetPod()
 	next.PagesTotal, next.StartedUnixNs = r.status.GetPagesTotal(), r.status.GetStartedUnixNs()
+	next.RecordedChunks = r.status.GetRecordedChunks()
 	r.status = next
-	if next.GetState() == StateLazy && !r.filling && r.record.Policy == config.PolicyCached {
+	if next.GetState() == StateLazy && !r.filling && r.record.Policy != config.PolicyLazy {
 		r.filling = true
 		m.wg.Go(func() { m.fill(r) })
 	}
@@ -418,7 +419,11 @@ func (m *Manager) Report(ctx context.Context, s *api.Status) (before string, err
 
 // fill brings all that is missing of a restore's blobs into the page store.
 func (m *Manager) fill(r *restored) {
-	t := time.NewTimer(m.opts.FillDelay)
+	delay := m.opts.FillDelay
+	if r.record.Policy == config.PolicyComplete {
+		delay = 0 // the fault handler asks for all of it too, chunk by chunk
+	}
+	t := time.NewTimer(delay)
 	defer t.Stop()
 	select {
 	case <-t.C:

@@ -212,7 +212,13 @@ func (m *Manager) Record(_ context.Context, id string, encoded []byte) error {
 		return fmt.Errorf("working set of checkpoint %s for a restore of %s: %w", set.Checkpoint, r.record.Manifest, errdefs.ErrInvalidArgument)
 	}
 	set.Chunks = set.Within(r.layout.index)
-	return m.sets.Put(set)
+	if err := m.sets.Put(set); err != nil || set.Partial {
+		return err
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	r.status.RecordedChunks = uint64(len(set.Chunks))
+	return nil
 }
 
 // WorkingSet returns the encoded set of a checkpoint; see api.Node.

@@ -93,6 +93,12 @@ func TestWorkingSet(t *testing.T) {
 	if p, err := n.manager.WorkingSet(t.Context(), resp.Digest); err != nil || string(p) != string(encode(t, resp.Digest, false, 2, 0)) {
 		t.Fatalf("%x, %v", p, err)
 	}
+	if _, err := n.manager.Report(t.Context(), &api.Status{RestoreId: resp.RestoreId, State: StateRestoring, RecordedChunks: 9}); err != nil {
+		t.Fatal(err)
+	}
+	if list := n.manager.List(); len(list) != 1 || list[0].RecordedChunks != 2 {
+		t.Errorf("%+v", list)
+	}
 	n.forget(resp.RestoreId)
 	if resp, err = n.prepare("c", nil); err != nil {
 		t.Fatal(err)
