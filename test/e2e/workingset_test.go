@@ -10,8 +10,6 @@ import (
 	"testing"
 	"time"
 
-	"google.golang.org/protobuf/encoding/protojson"
-
 	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/test/stack"
 	"thaw.dev/thaw/test/workloads"
@@ -25,18 +23,7 @@ func settled(ctx context.Context, t *testing.T, s *stack.Stack, id string) *api.
 	defer pace.Stop()
 	var last *api.Status
 	for same := 0; same < 25; {
-		out, err := thaw(ctx, s, "ps", "--json")
-		if err != nil {
-			t.Fatal(err)
-		}
-		var list api.ListResponse
-		if err := protojson.Unmarshal([]byte(out), &list); err != nil {
-			t.Fatal(err)
-		}
-		for _, r := range list.Restores {
-			if r.ContainerId != id || r.State != "lazy" {
-				continue
-			}
+		if r := reported(ctx, t, s, id); r.GetState() == "lazy" {
 			if last.GetFaults() != r.Faults {
 				same = 0
 			}
@@ -53,7 +40,7 @@ func settled(ctx context.Context, t *testing.T, s *stack.Stack, id string) *api.
 }
 
 // TestWorkingSet: what the first reply of a restored server needs is recorded, and on a cold node the next restore has it
-// before it asks; whether the node has recorded it by itself or finds it beside the image.
+// before it asks; whether the node has recorded it by itself, in a trial, or finds it beside the image.
 func TestWorkingSet(t *testing.T) {
 	ctx, s := start(t, workloads.Synthetic)
 	ref := frozenSynthetic(ctx, t, s)
@@ -84,6 +71,10 @@ func TestWorkingSet(t *testing.T) {
 	first := reply("first", false).RemoteFaults
 	if first <= few {
 		t.Errorf("%d remote faults without a working set: this proves nothing", first)
+	}
+	out, err := thaw(ctx, s, "workingset", "record", "--probe", "8080/touch", ref)
+	if err != nil || !strings.HasPrefix(out, "recorded ") {
+		t.Fatalf("%q, %v", out, err)
 	}
 	pushed, err := thaw(ctx, s, "workingset", "push", ref)
 	if err != nil {
