@@ -6,7 +6,8 @@
 //
 // Systems, alternating in one run so that drift of the machine meets all alike:
 //
-//	thaw        a pod of the handler thaw; cache cold (nothing of the checkpoint on the node) or warm
+//	thaw        a pod of the handler thaw; cache cold (nothing of the checkpoint on the node), cold but for the working set
+//	            that was recorded at an earlier restore, or warm
 //	eager       download all, unpack, runc restore
 //	criu-local  runc restore with CRIU's own lazy-pages daemon, images on the local disk: the floor
 //	cold        an ordinary start of the program
@@ -36,12 +37,22 @@ type row struct {
 	Workload     string  `json:"workload"`
 	MemoryMiB    int     `json:"memory_mib"`
 	Cache        string  `json:"cache"`
+	WorkingSet   bool    `json:"working_set"` // the node knew what is touched first
 	Run          int     `json:"run"`
 	TTFR         float64 `json:"ttfr_ms"`
 	BytesFetched int64   `json:"bytes_fetched"`
 	Requests     int     `json:"requests"`
+	RemoteFaults uint64  `json:"remote_faults"` // of thaw: page faults that waited for the registry
 	OK           bool    `json:"ok"`
 	Error        string  `json:"error,omitempty"`
+}
+
+// cacheName is the state of the node for people.
+func (r *row) cacheName() string {
+	if r.Cache == "cold" && r.WorkingSet {
+		return "cold+set"
+	}
+	return r.Cache
 }
 
 func main() {
@@ -112,18 +123,20 @@ func benchSize(ctx context.Context, s *stack.Stack, mib, runs int) ([]row, error
 	defer w.remove()
 	systems := []struct {
 		name, cache string
+		workingSet  bool
 		measure     func(context.Context, *trial) error
 	}{
-		{"thaw", "cold", w.thawCold},
-		{"eager", "cold", w.eager},
-		{"thaw", "warm", w.thawWarm},
-		{"criu-local", "warm", w.criuLocal},
-		{"cold", "cold", w.cold},
+		{"thaw", "cold", false, w.thawCold},
+		{"eager", "cold", false, w.eager},
+		{"thaw", "cold", true, w.thawColdWithSet},
+		{"thaw", "warm", true, w.thawWarm},
+		{"criu-local", "warm", false, w.criuLocal},
+		{"cold", "cold", false, w.cold},
 	}
 	var rows []row
 	for run := range runs {
 		for _, system := range systems {
-			r := row{System: system.name, Workload: "synthetic", MemoryMiB: mib, Cache: system.cache, Run: run}
+			r := row{System: system.name, Workload: "synthetic", MemoryMiB: mib, Cache: system.cache, WorkingSet: system.workingSet, Run: run}
 			t := &trial{row: &r, registry: s.Registry}
 			ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
 			err := system.measure(ctx, t)
@@ -131,8 +144,8 @@ func benchSize(ctx context.Context, s *stack.Stack, mib, runs int) ([]row, error
 			if r.OK = err == nil; !r.OK {
 				r.Error = err.Error()
 			}
-			fmt.Fprintf(os.Stderr, "%5d MiB  run %d  %-10s %-4s  %8.1f ms  %11d bytes  %5d requests  %s\n",
-				mib, run, r.System, r.Cache, r.TTFR, r.BytesFetched, r.Requests, r.Error)
+			fmt.Fprintf(os.Stderr, "%5d MiB  run %d  %-10s %-8s  %8.1f ms  %11d bytes  %5d requests  %4d remote faults  %s\n",
+				mib, run, r.System, r.cacheName(), r.TTFR, r.BytesFetched, r.Requests, r.RemoteFaults, r.Error)
 			rows = append(rows, r)
 		}
 	}

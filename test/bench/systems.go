@@ -16,6 +16,9 @@ import (
 	"strconv"
 	"time"
 
+	"google.golang.org/protobuf/encoding/protojson"
+
+	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/test/baseline"
 	"thaw.dev/thaw/test/stack"
 	"thaw.dev/thaw/test/stack/registry"
@@ -121,13 +124,60 @@ func (w *workload) pod(ctx context.Context, t *trial, handler, image string) (er
 	if err := c.Start(ctx); err != nil {
 		return err
 	}
-	return t.reply(ctx, pod)
+	if err := t.reply(ctx, pod); err != nil || image != w.image {
+		return err
+	}
+	t.row.RemoteFaults, err = w.remoteFaults(ctx, c.ID)
+	return err
+}
+
+// reports is how long shims take to tell the daemon what happened: they do so every second.
+const reports = 1200 * time.Millisecond
+
+// remoteFaults asks the daemon how many faults of a restored container waited for the registry, once its shim has told.
+func (w *workload) remoteFaults(ctx context.Context, id string) (uint64, error) {
+	t := time.NewTimer(reports)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+		return 0, ctx.Err()
+	case <-t.C:
+	}
+	out, err := exec.CommandContext(ctx, filepath.Join(w.s.Bin, "thaw"), "ps", "--json").Output()
+	if err != nil {
+		return 0, fmt.Errorf("thaw ps: %w", err)
+	}
+	var list api.ListResponse
+	if err := protojson.Unmarshal(out, &list); err != nil {
+		return 0, err
+	}
+	for _, r := range list.Restores {
+		if r.ContainerId == id {
+			return r.RemoteFaults, nil
+		}
+	}
+	return 0, errors.New("thaw ps does not list the container: it was not restored")
 }
 
 func (w *workload) cold(ctx context.Context, t *trial) error { return w.pod(ctx, t, "runc", w.base) }
 
 func (w *workload) thawCold(ctx context.Context, t *trial) error {
 	if err := w.s.ClearThawCache(ctx); err != nil {
+		return err
+	}
+	return w.pod(ctx, t, "thaw", w.image)
+}
+
+// thawColdWithSet restores on a node that has nothing of the checkpoint but what an earlier restore recorded: which pages its
+// first reply touched.
+func (w *workload) thawColdWithSet(ctx context.Context, t *trial) error {
+	if err := w.s.ClearThawCache(ctx); err != nil {
+		return err
+	}
+	if err := w.pod(ctx, &trial{row: &row{}, registry: t.registry}, "thaw", w.image); err != nil {
+		return err
+	}
+	if err := w.s.ClearThawCache(ctx, "workingsets"); err != nil {
 		return err
 	}
 	return w.pod(ctx, t, "thaw", w.image)

@@ -22,29 +22,31 @@ func printTable(w io.Writer, rows []row) {
 	times := make(map[key][]float64)
 	bytes := make(map[key][]float64)
 	requests := make(map[key][]float64)
+	remote := make(map[key][]float64)
 	var order []key
 	for _, r := range rows {
 		if !r.OK {
 			continue
 		}
-		k := key{r.MemoryMiB, r.System, r.Cache}
+		k := key{r.MemoryMiB, r.System, r.cacheName()}
 		if times[k] == nil {
 			order = append(order, k)
 		}
 		times[k] = append(times[k], r.TTFR)
 		bytes[k] = append(bytes[k], float64(r.BytesFetched))
 		requests[k] = append(requests[k], float64(r.Requests))
+		remote[k] = append(remote[k], float64(r.RemoteFaults))
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "MiB\tsystem\tcache\tfirst reply\tmin\tmax\tvs eager\tfetched\trequests\truns\t")
+	fmt.Fprintln(t, "MiB\tsystem\tcache\tfirst reply\tmin\tmax\tvs eager\tfetched\trequests\tremote faults\truns\t")
 	for _, k := range order {
 		ratio := "-"
 		if e := times[key{k.mib, "eager", "cold"}]; e != nil {
 			ratio = fmt.Sprintf("%.1fx", median(e)/median(times[k]))
 		}
-		fmt.Fprintf(t, "%d\t%s\t%s\t%.0f ms\t%.0f\t%.0f\t%s\t%.1f MiB\t%.0f\t%d\t\n",
+		fmt.Fprintf(t, "%d\t%s\t%s\t%.0f ms\t%.0f\t%.0f\t%s\t%.1f MiB\t%.0f\t%.0f\t%d\t\n",
 			k.mib, k.system, k.cache, median(times[k]), slices.Min(times[k]), slices.Max(times[k]), ratio,
-			median(bytes[k])/(1<<20), median(requests[k]), len(times[k]))
+			median(bytes[k])/(1<<20), median(requests[k]), median(remote[k]), len(times[k]))
 	}
 	t.Flush()
 }
