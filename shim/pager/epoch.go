@@ -184,7 +184,7 @@ func (e *epoch) inherited(c *space, read int) ranges {
 // there is none.
 func (e *epoch) moveOver(i int) int {
 	v := e.events[i]
-	if v.Kind != uffd.Unmap {
+	if v.Kind != uffd.Unmap || e.trails(i) {
 		return -1
 	}
 	for j := i + 1; j < len(e.events); j++ {

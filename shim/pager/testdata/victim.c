@@ -5,7 +5,11 @@
 // then does to its memory what its arguments say, checking every byte against
 // what must be there. It exits with 0 if all was right.
 //
-//	victim BASE PAGES SCENARIO SEED STEPS [native]
+//	victim BASE PAGES SCENARIO SEED STEPS [FIFO]
+//
+// With a FIFO nothing is registered: the victim fills its memory itself, and goes
+// on when something is written to the FIFO. So it can be dumped; without that, it
+// shows that the victim itself is right.
 //
 // What the checkpoint holds is a function that the test knows as well: see class
 // and expect.
@@ -225,6 +229,72 @@ static void scenario_hang(void)
 		pthread_create(&t, NULL, random_reader, (void *)i);
 	for (;;)
 		pause();
+}
+
+// ---- threads that wait for memory that another one gives up ----
+
+// waiter lets the kernel read a page, because that fails where the program
+// would be killed.
+static void *waiter(void *arg)
+{
+	int p[2];
+	uint64_t got = ~0UL;
+	ssize_t n;
+
+	if (pipe(p))
+		die("pipe");
+	n = write(p[1], arg, sizeof(got));
+	if (n < 0)
+		return (void *)(intptr_t)-errno;
+	if (n != sizeof(got) || read(p[0], &got, n) != n)
+		die("pipe");
+	return (void *)(got == 0 ? 0UL : 1UL);
+}
+
+// For each of the ways to give memory up: a thread waits for a page whose chunk
+// does not come, and must go on all the same.
+static void scenario_giveup(void)
+{
+	uint64_t p = 0;
+	void *away = (void *)(base + 2 * pages * PAGE);
+
+	for (int way = 0; way < 3; way++) {
+		pthread_t t;
+		void *result, *m;
+		intptr_t want = -EFAULT;
+		char go;
+
+		for (p += 4; class(p) <= 1;)
+			p += 4;
+		m = (void *)(base + p * PAGE);
+		if (pthread_create(&t, NULL, waiter, m))
+			die("thread");
+		if (read(3, &go, 1) != 1) // the test sees that the chunk was asked for
+			die("no go");
+		switch (way) {
+		case 0:
+			want = 0;
+			if (madvise(m, 4 * PAGE, MADV_DONTNEED))
+				die("madvise");
+			break;
+		case 1:
+			if (munmap(m, 4 * PAGE))
+				die("munmap");
+			break;
+		case 2:
+			if (mremap(m, 4 * PAGE, 4 * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, away) != away)
+				die("mremap");
+			break;
+		}
+		if (pthread_join(t, &result))
+			die("join");
+		if ((intptr_t)result != want)
+			die("way %d: %ld, want %ld", way, (intptr_t)result, want);
+	}
+	if (write(3, "", 1) != 1)
+		die("write");
+	for (int i = 0; i < 4; i++)
+		expect((uint64_t)away + i * PAGE, original(p + i));
 }
 
 // ---- torture ----
@@ -495,7 +565,7 @@ int main(int argc, char **argv)
 			    UFFD_FEATURE_EVENT_UNMAP | UFFD_FEATURE_EVENT_REMOVE,
 	};
 	char *scenario, go;
-	int fd, native = argc == 7 && !strcmp(argv[6], "native");
+	int fd, native = argc == 7;
 
 	if (argc != 6 && !native)
 		die("arguments");
@@ -505,8 +575,8 @@ int main(int argc, char **argv)
 	seed = strtoull(argv[4], NULL, 0);
 	steps = strtoull(argv[5], NULL, 0);
 
-	fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
-	if (fd < 0 || ioctl(fd, UFFDIO_API, &api))
+	fd = native ? -1 : syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+	if (!native && (fd < 0 || ioctl(fd, UFFDIO_API, &api)))
 		die("userfaultfd");
 	// One arena a thread, four times as large as what is in it at the start.
 	for (int i = 0; i < THREADS; i++) {
@@ -523,7 +593,7 @@ int main(int argc, char **argv)
 		if (mmap((void *)a->at, share * PAGE, PROT_READ | PROT_WRITE,
 			 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) != (void *)a->at)
 			die("mmap");
-		if (native) { // nothing lazy: shows that the victim itself is right
+		if (native) {
 			for (uint64_t p = 0; p < share; p++)
 				for (uint64_t w = 0; w < WORDS && class(i * share + p) > 1; w++)
 					((uint64_t *)(a->at + p * PAGE))[w] = word(i * share + p, w);
@@ -533,11 +603,19 @@ int main(int argc, char **argv)
 		if (ioctl(fd, UFFDIO_REGISTER, &reg))
 			die("register");
 	}
-	if (!native) {
+	if (native) {
+		printf("waiting\n");
+		fflush(stdout);
+		int fifo = open(argv[6], O_RDONLY);
+		if (fifo < 0 || read(fifo, &go, 1) != 1)
+			die("no go");
+		close(fifo);
+	} else {
 		send_fd(3, fd);
 		if (read(3, &go, 1) != 1)
 			die("no go");
-		close(3);
+		if (strcmp(scenario, "giveup"))
+			close(3);
 	}
 	close(fd);
 
@@ -551,11 +629,18 @@ int main(int argc, char **argv)
 		scenario_forks();
 	else if (!strcmp(scenario, "exits"))
 		scenario_exits();
+	else if (!strcmp(scenario, "giveup"))
+		scenario_giveup();
 	else if (!strcmp(scenario, "hang"))
 		scenario_hang();
 	else if (!strcmp(scenario, "torture"))
 		scenario_torture();
 	else
 		die("scenario %s", scenario);
+	if (native) {
+		printf("right\n");
+		fflush(stdout);
+		pause();
+	}
 	return 0;
 }
