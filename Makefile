@@ -2,6 +2,7 @@
 #
 #   make demo    the whole thing, on this machine: cold start, checkpoint, eager and lazy restore
 #   make test    all tests and the linters
+#   make torture SEEDS=1000   random programs against the fault handler; FIRST= and REPEAT= for certain seeds
 #   make bench   benchmarks into build/bench/results.json
 #   make up      the stack stays up for poking; make down ends it
 #
@@ -21,7 +22,12 @@ LDFLAGS := -s -w -X main.version=$(VERSION)
 # Fuzz targets run for a number of inputs, not for a time, so that the result does not hang on the machine's speed.
 FUZZ_COUNT ?= 20000x
 
-.PHONY: help deps build images test unit race fuzz e2e lint format demo bench up down clean
+# Of the torture test: how many seeds, from which one on (0: random), how often each.
+SEEDS ?= 100
+FIRST ?= 0
+REPEAT ?= 1
+
+.PHONY: help deps build images test unit race fuzz torture e2e lint format demo bench up down clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -57,6 +63,10 @@ unit:
 
 fuzz:
 	@contrib/fuzz.sh $(FUZZ_COUNT)
+
+torture: deps
+	@echo "==> torture: $(SEEDS) seeds"
+	@go test -count=1 -timeout 0 -v -run 'TestFresh' ./test/torture -seeds $(SEEDS) -first $(FIRST) -repeat $(REPEAT)
 
 e2e: deps build images
 	@echo "==> end-to-end tests"
