@@ -64,11 +64,6 @@ func (p *Pager) note(s *space, e uffd.Event) {
 	}
 }
 
-// overlaps tells whether a move put memory to where e says something.
-func overlaps(move, e uffd.Event) bool {
-	return move.Kind == uffd.Remap && move.To < e.End && e.Start < move.To+(move.End-move.Start)
-}
-
 // trails tells whether event i is the second half of a move, which says that the
 // old place is free.
 func (e *epoch) trails(i int) bool {
@@ -197,10 +192,10 @@ func (e *epoch) moveOver(i int) int {
 
 // moved tells whether a move came before the fork of a child. If the order of
 // the events is not that of what they report, the child's mappings show it: it has
-// the old place or the new one. They say nothing if it has both (there was
-// something at the new place before, or a mapping has grown over the old one, which
-// causes no event) or if a later event touches the same places; then the order
-// counts.
+// the old place or the new one. They say nothing if something was at the new place
+// before, if it has both (a mapping has grown over the old one, which causes no
+// event) or none, or if another event since the earlier of the two touches these
+// places; then the order counts.
 func (e *epoch) moved(i int, c *space, read int) bool {
 	m := e.events[i]
 	first, last := i, -1
@@ -213,8 +208,14 @@ func (e *epoch) moved(i int, c *space, read int) bool {
 		}
 	}
 	before := first < read
-	if last < 0 || e.touched(span{m.Start, m.End}, i, last) || e.touched(span{m.To, m.To + (m.End - m.Start)}, i, last) {
+	if last < 0 || first < i {
 		return before
+	}
+	for j := min(i, read); j < len(e.events); j++ {
+		v := e.events[j]
+		if j != i && j != last && (touches(v, m.Start, m.End) || touches(v, m.To, m.To+(m.End-m.Start))) {
+			return before
+		}
 	}
 	old, known := c.has(m.Start)
 	arrived, alsoKnown := c.has(m.To)
@@ -224,16 +225,10 @@ func (e *epoch) moved(i int, c *space, read int) bool {
 	return arrived
 }
 
-// touched tells whether an event behind event i, other than event but, says
-// something about a place.
-func (e *epoch) touched(at span, i, but int) bool {
-	for j := i + 1; j < len(e.events); j++ {
-		v := e.events[j]
-		if j != but && (v.Start < at.end && at.start < v.End || overlaps(v, uffd.Event{Start: at.start, End: at.end})) {
-			return true
-		}
-	}
-	return false
+// touches tells whether an event says something about a place.
+func touches(v uffd.Event, start, end uint64) bool {
+	return v.Start < end && start < v.End ||
+		v.Kind == uffd.Remap && v.To < end && start < v.To+(v.End-v.Start)
 }
 
 // has tells whether an address is in registered memory of a child. That is not

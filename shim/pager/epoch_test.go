@@ -97,6 +97,8 @@ func TestInherited(t *testing.T) {
 		{"fork, then move that keeps its place", []uint64{x}, []uffd.Event{move}, 0, "10", "zero"},
 		{"fork within a move over another mapping", []uint64{y}, []uffd.Event{over, move, tail}, 1, "zero", "10"},
 		{"move, and growth over the old place, then fork", []uint64{x, y}, []uffd.Event{move, tail}, 2, "zero", "10"},
+		{"fork, then move over another mapping", []uint64{x, y}, []uffd.Event{over, move, tail}, 0, "10", "zero"},
+		{"fork, then move of what has grown since to where something was", []uint64{y}, []uffd.Event{over, move, tail}, 0, "10", "zero"},
 		{"unmap, then fork", nil, []uffd.Event{tail}, 1, "zero", "zero"},
 		{"fork, then unmap", []uint64{x}, []uffd.Event{tail}, 0, "10", "zero"},
 		{"unmap, then fork, reported first", nil, []uffd.Event{tail}, 0, "zero", "zero"},

@@ -411,7 +411,7 @@ func TestScenarios(t *testing.T) {
 }
 
 // once are seeds that failed some day.
-var once = []uint64{233, 1521, 1649, 1661, 1799, 1919}
+var once = []uint64{233, 1521, 1649, 1661, 1799, 1919, 3001}
 
 func TestTorture(t *testing.T) {
 	run := slices.Clone(once)
