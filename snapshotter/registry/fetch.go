@@ -29,6 +29,9 @@ const (
 	maxSkip = 16 << 20
 	// maxHops bounds the redirects of one request.
 	maxHops = 5
+	// minAttempt is how long an attempt may take that begins just before a fetch is
+	// given up: one that is broken off hides why all before it failed.
+	minAttempt = 100 * time.Millisecond
 	// maxChallenges bounds how often one request answers 401.
 	maxChallenges = 3
 )
@@ -234,7 +237,7 @@ func (d *Reader) backoff(least time.Duration) error {
 // try asks one host. On success the body is at the range's beginning.
 func (d *Reader) try(host docker.RegistryHost) *Error {
 	ctx, cancel := context.WithCancel(d.ctx)
-	stall := min(d.repo.client.opts.StallTimeout, max(time.Until(d.giveUp), time.Millisecond))
+	stall := min(d.repo.client.opts.StallTimeout, max(time.Until(d.giveUp), minAttempt))
 	d.idle = time.AfterFunc(stall, cancel)
 	resp, err := d.request(ctx, host)
 	if err == nil {

@@ -213,7 +213,7 @@ func newNode(t *testing.T) *node {
 		Images: n.images,
 		Registry: registry.New(registry.Options{
 			Hosts:   registry.Hosts(t.Context(), registry.HostOptions{CertsDir: filepath.Dir(certs)}),
-			Timeout: 100 * time.Millisecond, StallTimeout: time.Second, Backoff: time.Millisecond,
+			Timeout: 200 * time.Millisecond, StallTimeout: time.Second, Backoff: time.Millisecond,
 		}),
 		Limits:            Limits{MaxMemory: 1 << 30, MaxState: 1 << 20, MaxPageIndex: 1 << 20, Unused: 1, UnusedSize: 1 << 20},
 		MetadataCacheSize: 1 << 30,
