@@ -32,37 +32,62 @@ const (
 	maxCandidates = 3
 )
 
-// prefetch streams a restore's working set into the page store while CRIU works.
-// It begins before the checkpoint is laid out, so that a set which the node does
-// not have is looked for meanwhile. Nothing waits for it and its failure is
-// nobody's: pages come when they are touched.
+// prefetch streams a restore's working set into the page store while CRIU works:
+// what was recorded on this node, and, if that is nothing or was cut short, what was
+// published. It begins before the checkpoint is laid out, so that a published set
+// is looked for meanwhile. Nothing waits for it and its failure is nobody's: pages
+// come when they are touched.
 func (m *Manager) prefetch(r *restored, index digest.Digest) {
 	ctx := log.WithLogger(r.ctx, log.G(m.ctx).WithField("image", r.record.Image).WithField("restore", r.record.ID))
-	set, err := m.workingSet(ctx, r, index)
-	if err != nil {
-		if ctx.Err() == nil {
-			log.G(ctx).WithError(err).Debug("no working set")
+	of := digest.Digest(r.record.Manifest)
+	set, err := m.sets.Get(of)
+	if err != nil && !errdefs.IsNotFound(err) {
+		log.G(ctx).WithError(err).Warn("working set not read")
+	}
+	var l *lookup
+	if err != nil || set.Partial {
+		if l, err = m.lookUp(r, index, of); err != nil {
+			return // the daemon stops
 		}
-		return
 	}
 	select {
 	case <-r.ready:
 	case <-ctx.Done():
 		return
 	}
-	begin := time.Now()
-	chunks := set.Within(r.layout.index)
-	if err := m.stream(ctx, r, chunks); err != nil {
-		if ctx.Err() == nil {
-			log.G(ctx).WithError(err).Info("working set not prefetched as a whole: its pages come when they are touched")
-		}
+	if set != nil {
+		m.stream(ctx, r, set)
+	}
+	if l == nil {
 		return
 	}
-	log.G(ctx).WithField("chunks", len(chunks)).WithField("took", time.Since(begin)).Debug("working set prefetched")
+	select {
+	case <-l.done:
+	case <-ctx.Done():
+		return
+	}
+	if l.err != nil {
+		log.G(ctx).WithError(l.err).Debug("no published working set")
+		return
+	}
+	m.stream(ctx, r, l.set)
 }
 
-// stream brings chunks into the page store, in their order over all blobs.
-func (m *Manager) stream(ctx context.Context, r *restored, chunks []workingset.Chunk) error {
+// stream brings a set's chunks into the page store.
+func (m *Manager) stream(ctx context.Context, r *restored, set *workingset.Set) {
+	begin := time.Now()
+	chunks := set.Within(r.layout.index)
+	err := r.prefetch(ctx, chunks)
+	switch lg := log.G(ctx).WithField("chunks", len(chunks)).WithField("took", time.Since(begin)); {
+	case err == nil:
+		lg.Debug("working set prefetched")
+	case ctx.Err() == nil:
+		lg.WithError(err).Info("working set not prefetched as a whole: its pages come when they are touched")
+	}
+}
+
+// prefetch brings chunks into the page store, in their order over all blobs.
+func (r *restored) prefetch(ctx context.Context, chunks []workingset.Chunk) error {
 	src := source{r.repo.Repository}
 	var waits []func() error
 	var errs []error
@@ -86,26 +111,6 @@ func (m *Manager) stream(ctx context.Context, r *restored, chunks []workingset.C
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// workingSet returns the set of a restore's checkpoint: what was recorded on this
-// node, else what was published.
-func (m *Manager) workingSet(ctx context.Context, r *restored, index digest.Digest) (*workingset.Set, error) {
-	of := digest.Digest(r.record.Manifest)
-	set, err := m.sets.Get(of)
-	if err == nil || !errdefs.IsNotFound(err) {
-		return set, err
-	}
-	l, err := m.lookUp(r, index, of)
-	if err != nil {
-		return nil, err
-	}
-	select {
-	case <-l.done:
-		return l.set, l.err
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
 }
 
 // lookup is the search for a published set, which restores of one image share.

@@ -212,6 +212,38 @@ func TestPublishedWorkingSet(t *testing.T) {
 	}
 }
 
+// TestPartialWorkingSet: a recording that was cut short does not hide what was published, and is not forgotten without that.
+func TestPartialWorkingSet(t *testing.T) {
+	n := newNode(t)
+	s := newSample(t)
+	n.push(s)
+	resp, err := n.prepare("c", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := n.manager.Record(t.Context(), resp.RestoreId, encode(t, resp.Digest, true, 1)); err != nil {
+		t.Fatal(err)
+	}
+	n.forget(resp.RestoreId)
+	if resp, err = n.prepare("c", nil); err != nil {
+		t.Fatal(err)
+	}
+	if got := n.present(resp.RestoreId); got != "1" {
+		t.Errorf("chunks %q are there", got)
+	}
+	n.forget(resp.RestoreId)
+	n.refer(s.indexDesc.Digest, nil, encode(t, resp.Digest, false, 0))
+	if resp, err = n.prepare("c", nil); err != nil {
+		t.Fatal(err)
+	}
+	if got := n.present(resp.RestoreId); got != "01" {
+		t.Errorf("chunks %q are there", got)
+	}
+	if p, err := n.manager.WorkingSet(t.Context(), resp.Digest); err != nil || string(p) != string(encode(t, resp.Digest, false, 0)) {
+		t.Errorf("%x, %v", p, err)
+	}
+}
+
 // TestReferrersHang: a registry that does not answer about working sets delays nothing.
 func TestReferrersHang(t *testing.T) {
 	n := newNode(t)
