@@ -27,7 +27,7 @@ const (
 )
 
 // Client is a shim's side, for one container. It connects again when the daemon
-// was restarted. Its methods may be called at the same time.
+// was restarted or did not answer. Its methods may be called at the same time.
 type Client struct {
 	path      string
 	container Container
@@ -86,6 +86,9 @@ func (c *Client) connect() (*link, error) {
 			err = l.exchange(message{Hold: id}, fd)
 		}
 	}
+	if err == nil {
+		err = l.exchange(message{Complete: true}, -1)
+	}
 	if err != nil {
 		conn.Close()
 		return nil, err
@@ -96,31 +99,49 @@ func (c *Client) connect() (*link, error) {
 
 // stay keeps the client connected until Done.
 func (c *Client) stay(l *link) {
-	wait := retryMin
 	for {
-		if l != nil {
+		wait := retryMin
+		for l == nil {
+			t := time.NewTimer(wait)
 			select {
-			case <-l.broken:
+			case <-t.C:
 			case <-c.done:
-				c.exchanging.Lock()
-				defer c.exchanging.Unlock()
-				c.doneErr = l.exchange(message{Done: true}, -1)
-				l.conn.Close()
+				t.Stop()
+				c.end(nil)
 				return
 			}
-			l.conn.Close()
-			c.setLink(nil)
-			wait = retryMin
+			wait = min(2*wait, retryMax)
+			l, _ = c.connect() // nil: try again
 		}
-		t := time.NewTimer(wait)
 		select {
-		case <-t.C:
+		case <-l.broken:
 		case <-c.done:
-			t.Stop()
+			c.end(l)
 			return
 		}
-		wait = min(2*wait, retryMax)
-		l, _ = c.connect() // nil: try again
+		l.conn.Close()
+		c.setLink(nil)
+		l = nil
+	}
+}
+
+// end tells the daemon that it may let go. Without a connection that takes a new
+// one: a daemon that lives holds on to what an earlier one brought.
+func (c *Client) end(l *link) {
+	for again := l != nil; ; again = false {
+		if l == nil {
+			if l, c.doneErr = c.connect(); l == nil {
+				return
+			}
+		}
+		c.exchanging.Lock()
+		c.doneErr = l.exchange(message{Done: true}, -1)
+		c.exchanging.Unlock()
+		l.conn.Close()
+		if c.doneErr == nil || !again {
+			return
+		}
+		l = nil
 	}
 }
 
@@ -251,7 +272,7 @@ func (c *Client) Hold(id uint64, fd int, _ uint32) error {
 }
 
 // Forget makes the daemon close a descriptor that nobody depends on any more.
-// A daemon that is away has closed it already.
+// Without a connection, that happens when the next one is complete.
 func (c *Client) Forget(id uint64) {
 	c.mu.Lock()
 	delete(c.fds, id)
@@ -266,7 +287,7 @@ func (c *Client) Forget(id uint64) {
 		return
 	}
 	if err := l.exchange(message{Forget: id}, -1); err != nil {
-		l.conn.Close() // and with it goes the descriptor; stay sends the others anew
+		l.conn.Close() // stay sends the others anew, and then this one goes
 	}
 }
 

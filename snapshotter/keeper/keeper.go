@@ -6,16 +6,17 @@
 // pages where pages are missing, and the process runs on with wrong memory. So a
 // shim gives duplicates of its descriptors to the node daemon, which holds them.
 // When the shim says that no page is missing any more, or that the processes are
-// gone, the daemon closes them. When the shim's connection breaks without that,
-// the shim has died: the daemon kills the container's processes, waits until
-// they are dead, and only then closes the descriptors.
+// gone, the daemon closes them. When the shim dies without that, the daemon kills
+// the container's processes, waits until they are dead, and only then closes the
+// descriptors. A connection that breaks is no death: what came over it is held
+// until the shim's process is dead, or has given all of it anew.
 //
 // The protocol runs over a unix socket of the type SOCK_SEQPACKET, one connection
 // for each container. Each message of the client is a packet with a JSON object
 // (message), with at most one descriptor attached as SCM_RIGHTS; the daemon
 // answers each with a packet holding a JSON object (reply) once it has done what
-// was asked. A client that loses the daemon connects again and sends everything
-// anew.
+// was asked. A client whose connection broke, because the daemon was restarted or
+// did not answer in time, connects again, sends everything anew and then Complete.
 //
 // The package is used by the shim and imports little.
 package keeper
@@ -32,9 +33,6 @@ type Container struct {
 	// Cgroups are the container's cgroups as paths below /sys/fs/cgroup: one on
 	// cgroup v2, one for each hierarchy that lists processes on v1.
 	Cgroups []string `json:"cgroups,omitempty"`
-	// InitPID is the container's first process, whose death ends its PID
-	// namespace; 0 while it is not known.
-	InitPID int `json:"init_pid,omitempty"`
 }
 
 // message is what a client sends.
@@ -45,6 +43,9 @@ type message struct {
 	Hold uint64 `json:"hold,omitempty"`
 	// Forget is the number of a descriptor to be closed; 0 for none.
 	Forget uint64 `json:"forget,omitempty"`
+	// Complete says that this connection has all that is to be held: what is held
+	// for earlier ones of the same process and restore may go.
+	Complete bool `json:"complete,omitempty"`
 	// Done says that all descriptors may be closed and nobody be killed.
 	Done bool `json:"done,omitempty"`
 }

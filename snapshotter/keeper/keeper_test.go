@@ -3,10 +3,14 @@
 package keeper
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
+	"fmt"
+	"io"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
 	"time"
@@ -15,15 +19,15 @@ import (
 )
 
 // serve runs a server that tells of kills instead of doing them.
-func serve(t *testing.T, path string) (killed chan Container, stop func()) {
+func serve(t *testing.T, path string) (killed chan []string, stop func()) {
 	t.Helper()
 	s, err := Listen(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	killed = make(chan Container, 1)
-	s.kill = func(_ context.Context, c Container, _ *os.File) error {
-		killed <- c
+	killed = make(chan []string, 1)
+	s.kill = func(_ context.Context, cgroups []string) error {
+		killed <- cgroups
 		return nil
 	}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -96,13 +100,87 @@ func TestForgetAndDone(t *testing.T) {
 	atEnd(t, r2)
 	select {
 	case k := <-killed:
-		t.Errorf("%s was killed after an orderly end", k.RestoreID)
+		t.Errorf("%q were killed after an orderly end", k)
 	default:
 	}
 }
 
-// TestDeadShimKills: a connection that ends without Done ends the container, and only then the descriptors.
+func nobody(t *testing.T, killed chan []string) {
+	t.Helper()
+	select {
+	case k := <-killed:
+		t.Errorf("%q were killed", k)
+	default:
+	}
+}
+
+// shimEnv makes this test binary a shim that holds its descriptor 3 and lives on.
+const shimEnv = "THAW_KEEPER_TEST_SOCKET"
+
+func TestMain(m *testing.M) {
+	path := os.Getenv(shimEnv)
+	if path == "" {
+		os.Exit(m.Run())
+	}
+	c, err := Dial(path, box)
+	if err == nil {
+		err = c.Hold(1, 3, 0)
+	}
+	if err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	fmt.Println("held")
+	_, _ = io.Copy(io.Discard, os.Stdin)
+	os.Exit(1)
+}
+
+// TestDeadShimKills: a shim that dies takes its container with it, and only then the descriptors go.
 func TestDeadShimKills(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "keeper.sock")
+	killed, stop := serve(t, path)
+	defer stop()
+	r, w := pipe(t)
+	shim := exec.Command(os.Args[0])
+	shim.Env, shim.ExtraFiles = append(os.Environ(), shimEnv+"="+path), []*os.File{w}
+	if _, err := shim.StdinPipe(); err != nil {
+		t.Fatal(err)
+	}
+	out, err := shim.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := shim.Start(); err != nil {
+		t.Fatal(err)
+	}
+	line, err := bufio.NewReader(out).ReadString('\n')
+	w.Close()
+	if !isHeld(r) || line != "held\n" {
+		t.Errorf("the shim says %q, %v", line, err)
+	}
+	nobody(t, killed)
+	if err := shim.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = shim.Wait()
+	if k := <-killed; len(k) != 1 || k[0] != box.Cgroups[0] {
+		t.Errorf("killed %q", k)
+	}
+	atEnd(t, r)
+}
+
+// broken breaks a client's connection as a missing answer does.
+func broken(c *Client) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.link != nil {
+		c.link.conn.Close()
+	}
+}
+
+// TestBrokenConnectionKillsNobody: the shim lives, so it connects again, and what the new connection brings replaces what
+// came over the old one.
+func TestBrokenConnectionKillsNobody(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "keeper.sock")
 	killed, stop := serve(t, path)
 	defer stop()
@@ -110,20 +188,79 @@ func TestDeadShimKills(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r, w := pipe(t)
-	if err := c.Hold(1, int(w.Fd()), 0); err != nil {
+	r1, w1 := pipe(t)
+	r2, w2 := pipe(t)
+	if err := c.Hold(1, int(w1.Fd()), 0); err != nil {
 		t.Fatal(err)
 	}
-	w.Close()
-	c.mu.Lock()
-	l := c.link
-	c.mu.Unlock()
-	l.conn.Close() // as good as dead: nothing can be said any more
-	close(c.done)
-	if k := <-killed; k.RestoreID != box.RestoreID || len(k.Cgroups) != 1 || k.Cgroups[0] != box.Cgroups[0] {
-		t.Errorf("killed %+v", k)
+	broken(c)
+	if err := c.Hold(2, int(w2.Fd()), 0); err != nil { // over the new connection
+		t.Fatal(err)
 	}
-	atEnd(t, r)
+	w1.Close()
+	w2.Close()
+	if !isHeld(r1) || !isHeld(r2) {
+		t.Error("not all is held after the connection broke")
+	}
+	c.Forget(1)
+	atEnd(t, r1)
+	broken(c)
+	c.Forget(2) // whatever state the connection is in
+	if err := c.Done(); err != nil {
+		t.Error(err)
+	}
+	atEnd(t, r2)
+	nobody(t, killed)
+}
+
+// TestHoldsOn: what came over a broken connection is held until a later one of the same restore is complete.
+func TestHoldsOn(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "keeper.sock")
+	killed, stop := serve(t, path)
+	var reads []*os.File
+	for _, tc := range []struct {
+		restore  string
+		complete bool
+		held     []bool // of this connection's descriptor and those before
+	}{
+		{"ns/box", true, []bool{true}},
+		{"ns/box", false, []bool{true, true}},
+		{"ns/other", true, []bool{true, true, true}},
+		{"ns/box", true, []bool{false, false, true, true}},
+	} {
+		conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Net: "unixpacket", Name: path})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, w := pipe(t)
+		reads = append(reads, r)
+		l := &link{conn: conn, replies: make(chan reply, 1), broken: make(chan struct{})}
+		go l.read()
+		for _, m := range []message{{Container: Container{RestoreID: tc.restore, Cgroups: box.Cgroups}}, {Hold: 1}, {Complete: tc.complete}} {
+			fd := -1
+			if m.Hold != 0 {
+				fd = int(w.Fd())
+			}
+			if err := l.exchange(m, fd); err != nil {
+				t.Fatal(err)
+			}
+		}
+		w.Close()
+		conn.Close()
+		<-l.broken
+		for i, want := range tc.held {
+			if !want {
+				atEnd(t, reads[i])
+			} else if !isHeld(reads[i]) {
+				t.Errorf("%+v: descriptor %d is not held", tc, i)
+			}
+		}
+	}
+	stop()
+	for _, r := range reads[2:] {
+		atEnd(t, r)
+	}
+	nobody(t, killed)
 }
 
 // TestDaemonRestart: a new daemon gets what the old one held, without anybody being killed.
@@ -155,12 +292,8 @@ func TestDaemonRestart(t *testing.T) {
 	}
 	atEnd(t, r)
 	atEnd(t, r2)
-	for _, k := range []chan Container{killed, killed2} {
-		select {
-		case c := <-k:
-			t.Errorf("%s was killed", c.RestoreID)
-		default:
-		}
+	for _, k := range []chan []string{killed, killed2} {
+		nobody(t, k)
 	}
 }
 
@@ -193,13 +326,13 @@ func TestForgetDuringReconnect(t *testing.T) {
 	}
 	forgotten := make(chan struct{})
 	buf := make([]byte, maxMessage)
-	for i, want := range []message{{Container: box}, {Hold: 7}, {Forget: 7}, {Done: true}} {
+	for i, want := range []message{{Container: box}, {Hold: 7}, {Complete: true}, {Forget: 7}, {Done: true}} {
 		n, err := conn.Read(buf)
 		if err != nil {
 			t.Fatalf("message %d: %v", i, err)
 		}
 		var got message
-		if err := json.Unmarshal(buf[:n], &got); err != nil || got.Hold != want.Hold || got.Forget != want.Forget || got.Done != want.Done {
+		if err := json.Unmarshal(buf[:n], &got); err != nil || got.Hold != want.Hold || got.Forget != want.Forget || got.Complete != want.Complete || got.Done != want.Done {
 			t.Fatalf("message %d: %s, %v", i, buf[:n], err)
 		}
 		if i == 0 { // by now it is settled what the new daemon gets

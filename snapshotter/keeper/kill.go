@@ -35,31 +35,15 @@ func Kill(ctx context.Context, cgroups []string) error {
 			return fmt.Errorf("kill cgroup: %.100q is no cgroup of a container", g)
 		}
 	}
-	return kill(ctx, Container{Cgroups: cgroups}, nil)
-}
-
-// kill kills all processes of a container and returns when they are gone.
-func kill(ctx context.Context, c Container, init *os.File) error {
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)
 	defer cancel()
-	// The death of its first process makes the kernel kill everybody else in a
-	// PID namespace before the pidfd tells.
-	var initErr error
-	if init != nil {
-		if initErr = unix.PidfdSendSignal(int(init.Fd()), unix.SIGKILL, nil, 0); errors.Is(initErr, unix.ESRCH) {
-			initErr = nil
-		}
-	}
 	var errs []error
-	for _, g := range c.Cgroups {
+	for _, g := range cgroups {
 		if err := killCgroup(ctx, g); err != nil {
 			errs = append(errs, err)
 		}
 	}
-	if init != nil && initErr == nil {
-		initErr = waitPidfd(ctx, init)
-	}
-	return errors.Join(append(errs, initErr)...)
+	return errors.Join(errs...)
 }
 
 // killCgroup kills what is in a cgroup and below, until nothing is left.
@@ -167,22 +151,4 @@ func each(dir string, f func(path string) error) error {
 		}
 		return err
 	})
-}
-
-// waitPidfd returns when the process is dead.
-func waitPidfd(ctx context.Context, f *os.File) error {
-	deadline, _ := ctx.Deadline()
-	for {
-		left := time.Until(deadline)
-		if left <= 0 {
-			return errors.New("the first process is not dead after SIGKILL")
-		}
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(f.Fd()), Events: unix.POLLIN}}, int(left/time.Millisecond)+1)
-		if n > 0 {
-			return nil
-		}
-		if err != nil && !errors.Is(err, unix.EINTR) {
-			return err
-		}
-	}
 }

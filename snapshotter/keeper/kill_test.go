@@ -55,29 +55,6 @@ func TestKillCgroup(t *testing.T) {
 	}
 }
 
-// TestKillInit kills by the first process alone.
-func TestKillInit(t *testing.T) {
-	cmd := exec.Command("sleep", "1000")
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	h := &held{}
-	defer h.close()
-	if err := h.update(Container{InitPID: cmd.Process.Pid}); err != nil {
-		t.Fatal(err)
-	}
-	if err := kill(t.Context(), h.container, h.init); err != nil {
-		t.Fatal(err)
-	}
-	killedBySignal(t, cmd.Wait())
-	if err := kill(t.Context(), h.container, h.init); err != nil {
-		t.Fatalf("one that is dead already: %v", err)
-	}
-	if err := h.update(Container{InitPID: 1 << 30}); err == nil {
-		t.Error("a process that does not exist is accepted")
-	}
-}
-
 func killedBySignal(t *testing.T, err error) {
 	t.Helper()
 	var exit *exec.ExitError

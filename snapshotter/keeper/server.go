@@ -32,10 +32,11 @@ type Server struct {
 	wg sync.WaitGroup
 
 	// kill is a variable for tests.
-	kill func(ctx context.Context, c Container, init *os.File) error
+	kill func(ctx context.Context, cgroups []string) error
 
 	mu    sync.Mutex
-	conns map[*net.UnixConn]struct{}
+	links map[*held]struct{} // those that are connected, and those that hold on
+	count uint64             // of connections so far
 	stop  bool
 }
 
@@ -55,16 +56,19 @@ func Listen(path string) (*Server, error) {
 	if err := os.Chmod(path, 0o600); err != nil {
 		return nil, errors.Join(fmt.Errorf("keeper: %w", err), l.Close())
 	}
-	return &Server{l: l, kill: kill, conns: make(map[*net.UnixConn]struct{})}, nil
+	return &Server{l: l, kill: Kill, links: make(map[*held]struct{})}, nil
 }
 
 // Serve serves until the context is cancelled. The descriptors that it holds
 // then are closed without killing anybody: the shims live and have their own.
 func (s *Server) Serve(ctx context.Context) error {
+	links, cancel := context.WithCancel(ctx)
+	defer cancel()
 	defer context.AfterFunc(ctx, s.close)()
 	for {
 		c, err := s.l.AcceptUnix()
 		if err != nil {
+			cancel()
 			s.close()
 			s.wg.Wait()
 			if ctx.Err() != nil {
@@ -72,13 +76,15 @@ func (s *Server) Serve(ctx context.Context) error {
 			}
 			return fmt.Errorf("keeper: %w", err)
 		}
-		if !s.add(c) {
+		h, err := s.add(links, c)
+		if err != nil {
 			c.Close()
+			log.G(ctx).WithError(err).Warn("keeper: connection refused")
 			continue
 		}
 		s.wg.Go(func() {
-			defer s.remove(c)
-			s.serve(ctx, c)
+			defer s.remove(h)
+			s.serve(ctx, h)
 		})
 	}
 }
@@ -88,91 +94,102 @@ func (s *Server) close() {
 	defer s.mu.Unlock()
 	s.stop = true
 	s.l.Close()
-	for c := range s.conns {
-		c.Close()
+	for h := range s.links {
+		h.conn.Close()
 	}
 }
 
-func (s *Server) add(c *net.UnixConn) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.stop || !samePeer(c) {
-		return false
-	}
-	s.conns[c] = struct{}{}
-	return true
-}
-
-func (s *Server) remove(c *net.UnixConn) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.conns, c)
-	c.Close()
-}
-
-// stopping reports whether connections end because the daemon does.
-func (s *Server) stopping() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.stop
-}
-
-// samePeer reports whether the other end belongs to this user.
-func samePeer(c *net.UnixConn) bool {
-	raw, err := c.SyscallConn()
+func (s *Server) add(ctx context.Context, c *net.UnixConn) (*held, error) {
+	p, err := peerOf(c)
 	if err != nil {
-		return false
+		return nil, err
 	}
-	var cred *unix.Ucred
-	if cerr := raw.Control(func(fd uintptr) {
-		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	}); cerr != nil || err != nil {
-		return false
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.stop {
+		return nil, errors.Join(net.ErrClosed, p.fd.Close())
 	}
-	return cred.Uid == uint32(os.Geteuid())
+	s.count++
+	h := &held{conn: c, peer: p, number: s.count, fds: make(map[uint64]int)}
+	h.ctx, h.letGo = context.WithCancel(ctx)
+	s.links[h] = struct{}{}
+	return h, nil
 }
 
-// held is what the daemon has of one container.
+func (s *Server) remove(h *held) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.links, h)
+	h.close()
+}
+
+// completed lets go of what is held for earlier connections of a process and
+// restore, because h has all of it now.
+func (s *Server) completed(h *held) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for old := range s.links {
+		if old.number < h.number && old.peer.pid == h.peer.pid && old.restore() == h.restore() {
+			old.letGo()
+		}
+	}
+}
+
+// held is what the daemon has of one container by one connection.
 type held struct {
-	container Container
-	fds       map[uint64]int // by the client's number
-	init      *os.File       // pidfd of the first process
+	conn    *net.UnixConn
+	peer    peer
+	number  uint64          // of the connection, in the order in which they came
+	ctx     context.Context // ends when nothing needs to be held any more
+	letGo   context.CancelFunc
+	fds     map[uint64]int // by the client's number
+	cgroups []string
+
+	mu        sync.Mutex
+	restoreID string
 }
 
-// close closes the descriptors; nobody may depend on them any more.
+func (h *held) restore() string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.restoreID
+}
+
+// close closes all; nobody may depend on the descriptors any more.
 func (h *held) close() {
+	h.letGo()
 	for _, fd := range h.fds {
 		unix.Close(fd)
 	}
 	h.fds = nil
-	if h.init != nil {
-		h.init.Close()
-		h.init = nil
-	}
+	h.conn.Close()
+	h.peer.fd.Close()
 }
 
-func (s *Server) serve(ctx context.Context, c *net.UnixConn) {
-	h := &held{fds: make(map[uint64]int)}
-	defer h.close()
-	done, err := h.serve(c)
-	if done || s.stopping() || len(h.fds) == 0 && len(h.container.Cgroups) == 0 && h.init == nil {
+func (s *Server) serve(ctx context.Context, h *held) {
+	done, err := s.messages(h)
+	if done || len(h.cgroups) == 0 {
 		return
 	}
-	lg := log.G(ctx).WithField("restore", h.container.RestoreID)
-	lg.WithError(err).Error("the container's page handler is gone while pages may be missing: the container is killed")
+	lg := log.G(ctx).WithField("restore", h.restore())
+	h.conn.Close()
+	if !h.peer.awaitDeath(h.ctx) {
+		return
+	}
+	lg.WithError(err).Error("the container's page handler is dead while pages may be missing: the container is killed")
 	// Not ended by the daemon's stop: descriptors close only behind it.
-	if err := s.kill(context.WithoutCancel(ctx), h.container, h.init); err != nil {
+	if err := s.kill(context.WithoutCancel(ctx), h.cgroups); err != nil {
 		lg.WithError(err).Error("container not killed: its descriptors stay open")
 		h.fds = nil // leaked on purpose: a thread that waits forever beats one that reads zeros
 	}
 }
 
-// serve handles one connection's messages until it ends; done says that it did
-// so in good order.
-func (h *held) serve(c *net.UnixConn) (done bool, err error) {
+// messages handles one connection's messages until it ends; done says that it
+// did so in good order.
+func (s *Server) messages(h *held) (done bool, err error) {
 	buf, oob := make([]byte, maxMessage), make([]byte, unix.CmsgSpace(maxFDs*4))
 	for {
-		n, oobn, flags, _, err := c.ReadMsgUnix(buf, oob)
+		n, oobn, flags, _, err := h.conn.ReadMsgUnix(buf, oob)
 		if err != nil {
 			return false, err
 		}
@@ -195,6 +212,9 @@ func (h *held) serve(c *net.UnixConn) (done bool, err error) {
 			fds = nil
 		}
 		closeAll(fds)
+		if ferr == nil && m.Complete {
+			s.completed(h)
+		}
 		var r reply
 		if ferr != nil {
 			r.Error = ferr.Error()
@@ -205,10 +225,10 @@ func (h *held) serve(c *net.UnixConn) (done bool, err error) {
 		}
 		if ferr == nil && m.Done {
 			// The answer tells nobody anything that matters any more.
-			_, _ = c.Write(p)
+			_, _ = h.conn.Write(p)
 			return true, nil
 		}
-		if _, err := c.Write(p); err != nil {
+		if _, err := h.conn.Write(p); err != nil {
 			return false, err
 		}
 	}
@@ -221,7 +241,7 @@ func (h *held) take(m message, fds []int) error {
 		closeAll(fds)
 		return fmt.Errorf("%d descriptors came with the message", len(fds))
 	}
-	if m.Hold != 0 && len(h.container.Cgroups) == 0 && h.init == nil {
+	if m.Hold != 0 && len(h.cgroups) == 0 {
 		closeAll(fds)
 		return errors.New("no cgroup says whose memory the descriptor fills, so nobody could be killed before it closes")
 	}
@@ -257,21 +277,12 @@ func (h *held) update(c Container) error {
 		}
 	}
 	if c.RestoreID != "" {
-		h.container.RestoreID = c.RestoreID
+		h.mu.Lock()
+		h.restoreID = c.RestoreID
+		h.mu.Unlock()
 	}
 	if len(c.Cgroups) > 0 {
-		h.container.Cgroups = c.Cgroups
-	}
-	if c.InitPID > 0 && c.InitPID != h.container.InitPID {
-		// Now, while the shim vouches for the number.
-		fd, err := unix.PidfdOpen(c.InitPID, 0)
-		if err != nil {
-			return fmt.Errorf("process %d: %w", c.InitPID, err)
-		}
-		if h.init != nil {
-			h.init.Close()
-		}
-		h.init, h.container.InitPID = os.NewFile(uintptr(fd), "pidfd"), c.InitPID
+		h.cgroups = c.Cgroups
 	}
 	return nil
 }
