@@ -84,6 +84,13 @@ func TestAdmits(t *testing.T) {
 			}
 			s.Process.ApparmorProfile = "cri-containerd.apparmor.d"
 		},
+		"SELinux": func(d *dump, s *specs.Spec) {
+			d.inventory.Lsmtype = inventory.Lsmtype_SELINUX.Enum()
+			for _, c := range d.cores {
+				c.ThreadCore.Creds.LsmProfile, c.ThreadCore.Creds.LsmSockcreate = proto.String("container_t"), proto.String("container_t")
+			}
+			s.Process.SelinuxLabel = "container_t"
+		},
 		"host network": func(d *dump, s *specs.Spec) {
 			d.ids.NetNsId, d.ids.UtsNsId, d.netns = proto.Uint32(1), proto.Uint32(1), nil
 			s.Linux.Namespaces = s.Linux.Namespaces[:3]
@@ -197,6 +204,14 @@ func TestRefuses(t *testing.T) {
 		"securebits": {func(d *dump, _ *specs.Spec) { d.cores[1].ThreadCore.Creds.Secbits = proto.Uint32(4) }, "securebits"},
 		"AppArmor":   {func(_ *dump, s *specs.Spec) { s.Process.ApparmorProfile = "strict" }, "AppArmor profile: the checkpoint has none, the pod's spec has strict"},
 		"SELinux":    {func(_ *dump, s *specs.Spec) { s.Process.SelinuxLabel = "container_t" }, "SELinux label"},
+		"SELinux label of sockets": {func(d *dump, s *specs.Spec) {
+			d.inventory.Lsmtype = inventory.Lsmtype_SELINUX.Enum()
+			for _, c := range d.cores {
+				c.ThreadCore.Creds.LsmProfile = proto.String("container_t")
+			}
+			d.cores[2].ThreadCore.Creds.LsmSockcreate = proto.String("init_t")
+			s.Process.SelinuxLabel = "container_t"
+		}, "thread 2 of task 1 (server): SELinux label of new sockets: the checkpoint has init_t, the pod's spec has container_t"},
 		"limits": {func(_ *dump, s *specs.Spec) {
 			s.Process.Rlimits = []specs.POSIXRlimit{{Type: "RLIMIT_CPU", Hard: 0}}
 		}, "RLIMIT_CPU"},

@@ -39,6 +39,7 @@ func (c *check) confinement() error {
 		}
 		c.seccomp(t, i, filters)
 		c.label(t, i)
+		c.socketLabel(t, i)
 	})
 	return nil
 }
@@ -80,6 +81,17 @@ func (c *check) label(t *image.Task, i int) {
 		c.refuse(Difference{
 			Field: "SELinux label", Task: name(t, i), Image: unlabelled(got), Spec: quote(want),
 			Remedy: "make the checkpoint from a pod with the same seLinuxOptions, level included",
+		})
+	}
+}
+
+// socketLabel compares the SELinux label of new sockets: CRIU sets it from the image.
+func (c *check) socketLabel(t *image.Task, i int) {
+	got, want := t.Threads[i].Creds.LSMSockCreate, c.spec.Process.SelinuxLabel
+	if got != "" && got != want {
+		c.refuse(Difference{
+			Field: "SELinux label of new sockets", Task: name(t, i), Image: quote(got), Spec: unlabelled(want),
+			Remedy: "make the checkpoint from a container that does not set it",
 		})
 	}
 }
