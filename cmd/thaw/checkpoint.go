@@ -5,6 +5,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
 	"time"
 
 	"github.com/urfave/cli/v2"
@@ -88,11 +89,20 @@ func runCheckpoint(c *cli.Context) (err error) {
 		Reference: target, CertsDir: certsDir(c, cfg), Reuse: c.StringSlice("reuse"), Progress: p.published,
 	})
 	p.done()
-	if err := errors.Join(err, d.Done(c.Context, err == nil)); err != nil {
-		return err
+	return finish(c.App.Writer, p, result, err, d.Done(c.Context, err == nil))
+}
+
+// finish tells how a checkpoint ended. What is in the registry is there, whether
+// or not the container could be stopped: its reference is printed in any case.
+func finish(w io.Writer, p *progress, result *publish.Result, pushed, done error) error {
+	if pushed != nil {
+		return errors.Join(pushed, done)
 	}
 	summarize(p, result)
-	fmt.Fprintln(c.App.Writer, result.Reference)
+	fmt.Fprintln(w, result.Reference)
+	if done != nil {
+		return fmt.Errorf("the checkpoint is pushed, but its container was not cleaned up: %w", done)
+	}
 	return nil
 }
 
