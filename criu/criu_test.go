@@ -12,6 +12,8 @@ import (
 	"testing"
 
 	"github.com/containerd/errdefs"
+
+	"thaw.dev/thaw/criu/image"
 )
 
 func TestParseVersion(t *testing.T) {
@@ -163,4 +165,19 @@ func FuzzFirstError(f *testing.F) {
 			t.Fatalf("%q, %v", got, err)
 		}
 	})
+}
+
+func TestEncodeHostname(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "utsns-4.img"), EncodeHostname("pod-7"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	d, err := image.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	if got, err := d.Hostname(4); err != nil || got != "pod-7" {
+		t.Errorf("%q, %v", got, err)
+	}
 }

@@ -12,7 +12,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
-	"thaw.dev/thaw/criu/image"
+	"thaw.dev/thaw/criu"
 )
 
 // makeView makes the directory of CRIU images that one container is restored
@@ -33,11 +33,7 @@ func makeView(dir, shared, hostname string) error {
 	for _, e := range entries {
 		path := filepath.Join(dir, e.Name())
 		if hostname != "" && strings.HasPrefix(e.Name(), "utsns-") {
-			content, err := image.EncodeHostname(hostname)
-			if err != nil {
-				return err
-			}
-			if err := os.WriteFile(path, content, 0o600); err != nil {
+			if err := os.WriteFile(path, criu.EncodeHostname(hostname), 0o600); err != nil {
 				return err
 			}
 			continue

@@ -73,7 +73,7 @@ func FuzzMounts(f *testing.F)    { fuzz(f, "mountpoints-13.img", second((*Dir).M
 func FuzzFiles(f *testing.F)     { fuzz(f, "files.img", second((*Dir).OpenFiles)) }
 func FuzzGhost(f *testing.F)     { fuzz(f, "ghost-file-1.img", second((*Dir).Ghosts)) }
 func FuzzCgroup(f *testing.F)    { fuzz(f, "cgroup.img", second((*Dir).CgroupPaths)) }
-func FuzzCPU(f *testing.F)       { fuzz(f, "cpuinfo.img", second((*Dir).CPUs)) }
+func FuzzCPU(f *testing.F)       { fuzz(f, "cpuinfo.img", second((*Dir).CPUFeatures)) }
 
 func FuzzDescriptors(f *testing.F) {
 	fuzz(f, "fdinfo-2.img", func(d *Dir) error {

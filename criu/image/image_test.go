@@ -152,13 +152,3 @@ func TestNewerCredentials(t *testing.T) {
 		t.Error("credentials without a uid are accepted")
 	}
 }
-
-func TestEncodeHostname(t *testing.T) {
-	content, err := EncodeHostname("pod-7")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got, err := dir(t, map[string][]byte{"utsns-4.img": content}).Hostname(4); err != nil || got != "pod-7" {
-		t.Errorf("%q, %v", got, err)
-	}
-}

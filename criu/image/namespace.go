@@ -3,13 +3,11 @@
 package image
 
 import (
-	"encoding/binary"
 	"fmt"
 
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/netdev"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/pidns"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/utsns"
-	"google.golang.org/protobuf/proto"
 )
 
 // Hostname returns the host name in a UTS namespace (IDs.UtsNS); "" if it was
@@ -34,18 +32,4 @@ func (d *Dir) PidKey(ns uint32) (key string, found bool, err error) {
 	e := &pidns.PidnsEntry{}
 	found, err = d.one(fmt.Sprintf("pidns-%d.img", ns), magicPidNS, e)
 	return e.GetExtKey(), found, err
-}
-
-// EncodeHostname returns the content of an image file utsns-N.img that gives a
-// restored UTS namespace that host name and no NIS domain name.
-func EncodeHostname(name string) ([]byte, error) {
-	none := "(none)" // the kernel's initial value
-	m, err := proto.Marshal(&utsns.UtsnsEntry{Nodename: &name, Domainname: &none})
-	if err != nil {
-		return nil, fmt.Errorf("encode host name: %w", err)
-	}
-	out := binary.LittleEndian.AppendUint32(nil, magicCommon)
-	out = binary.LittleEndian.AppendUint32(out, magicUTS)
-	out = binary.LittleEndian.AppendUint32(out, uint32(len(m)))
-	return append(out, m...), nil
 }

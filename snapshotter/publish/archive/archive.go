@@ -24,7 +24,6 @@ import (
 
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"thaw.dev/thaw/criu"
 	"thaw.dev/thaw/criu/image"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/publish"
@@ -159,7 +158,7 @@ func (a *Archive) read() (err error) {
 	src.Host.Runtime = c.Runtime
 	src.Host.CRIU = a.criuVersion()
 	// The archive says nothing else of the processor.
-	if src.Host.CPUFeatures, err = criu.CPUFeaturesOf(src.Images); err != nil {
+	if src.Host.CPUFeatures, err = src.Images.CPUFeatures(); err != nil {
 		return fmt.Errorf("%w: %w", ErrFormat, err)
 	}
 	src.Base = &publish.Base{Reference: baseReference(c)}
