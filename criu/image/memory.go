@@ -21,8 +21,6 @@ const maxAddress = 1 << 56
 type Memory struct {
 	// Exe is the file ID of the process's executable.
 	Exe uint32
-	// Dumpable is as in PR_GET_DUMPABLE (prctl(2)); nil if the image does not say.
-	Dumpable *int32
 	// Areas are in ascending order and do not overlap, apart from areas of
 	// the kind AreaGuard, which come last and lie within others.
 	Areas []Area
@@ -89,7 +87,7 @@ func (d *Dir) memory(pid uint32) (*Memory, error) {
 	if !found {
 		return nil, fmt.Errorf("%w: %s is missing", ErrFormat, name)
 	}
-	m := &Memory{Exe: e.GetExeFileId(), Dumpable: e.Dumpable}
+	m := &Memory{Exe: e.GetExeFileId()}
 	var end uint64
 	for _, v := range e.GetVmas() {
 		a := Area{
@@ -124,7 +122,6 @@ func (d *Dir) memory(pid uint32) (*Memory, error) {
 // FS is a process's place in the filesystem.
 type FS struct {
 	Cwd, Root uint32 // file IDs
-	Umask     uint32
 }
 
 func (d *Dir) fs(pid uint32) (*FS, error) {
@@ -137,5 +134,5 @@ func (d *Dir) fs(pid uint32) (*FS, error) {
 	if !found {
 		return nil, fmt.Errorf("%w: %s is missing", ErrFormat, name)
 	}
-	return &FS{Cwd: e.GetCwdId(), Root: e.GetRootId(), Umask: e.GetUmask()}, nil
+	return &FS{Cwd: e.GetCwdId(), Root: e.GetRootId()}, nil
 }

@@ -171,13 +171,6 @@ func (d *Dir) pagemap(p *Pagemap) (*Pagemap, error) {
 	return p, p.parse(in)
 }
 
-// ParsePagemap decodes the content of a pagemap file. Of the result's ID and
-// Shared, which are in the file's name, nothing is known. Errors wrap ErrFormat.
-func ParsePagemap(in []byte) (*Pagemap, error) {
-	p := &Pagemap{}
-	return p, p.parse(in)
-}
-
 func (p *Pagemap) parse(in []byte) error {
 	f, err := newFrames(p.name(), in, magicPagemap)
 	if err != nil {

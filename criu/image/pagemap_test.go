@@ -18,7 +18,7 @@ func pagemapFile(entries ...[]byte) []byte {
 
 // Only pages that are present take room in the pages file.
 func TestPagemapOffsets(t *testing.T) {
-	p, err := ParsePagemap(pagemapFile(
+	p, err := parsePagemap(pagemapFile(
 		entry(0x1000, 2, absent, pagemapPresent),
 		entry(0x4000, 3, absent, pagemapLazy),                // left with a page server
 		entry(0x8000, 1, absent, pagemapParent),              // in the parent
@@ -85,7 +85,7 @@ func TestPagemapRefusals(t *testing.T) {
 		"fixed number": {pagemapFile([]byte{9, 0, 0, 0, 0, 0, 0, 0, 0}), "unknown field"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := ParsePagemap(tc.in)
+			_, err := parsePagemap(tc.in)
 			if !errors.Is(err, ErrFormat) || !strings.Contains(err.Error(), tc.want) {
 				t.Errorf("error %v, want one with %q", err, tc.want)
 			}
@@ -179,7 +179,7 @@ func FuzzPagemap(f *testing.F) {
 	f.Add(pagemapFile(entry(0x1000, 2, absent, 4), entry(0x8000, 0, absent, 6, 9)))
 	f.Add(pagemapFile(entry(0x1000, 2, 1)))
 	f.Fuzz(func(t *testing.T, in []byte) {
-		p, err := ParsePagemap(in)
+		p, err := parsePagemap(in)
 		if err != nil {
 			if !errors.Is(err, ErrFormat) {
 				t.Fatalf("error %v is not ErrFormat", err)
@@ -204,4 +204,9 @@ func FuzzPagemap(f *testing.F) {
 			t.Fatalf("size %d, sum %d", p.Size, size)
 		}
 	})
+}
+
+func parsePagemap(in []byte) (*Pagemap, error) {
+	p := &Pagemap{}
+	return p, p.parse(in)
 }

@@ -42,11 +42,8 @@ type Task struct {
 	// Limits are the resource limits in the order of the kernel's RLIMIT_
 	// numbers; nil if the image leaves them out.
 	Limits []Limit
-	// OOMScoreAdj is nil if the image leaves it out.
-	OOMScoreAdj *int32
-	LoginUID    *uint32
-	Memory      *Memory // nil if the process is gone
-	FS          *FS     // nil if the process is gone
+	Memory *Memory // nil if the process is gone
+	FS     *FS     // nil if the process is gone
 }
 
 // Thread is one thread of a process.
@@ -160,7 +157,6 @@ func (d *Dir) task(e *pstree.PstreeEntry) (Task, error) {
 		return t, fmt.Errorf("%w: core-%d.img describes no process", ErrFormat, t.PID)
 	}
 	t.State, t.ExitCode, t.Comm, t.Architecture = State(tc.GetTaskState()), tc.GetExitCode(), tc.GetComm(), c.GetMtype().String()
-	t.OOMScoreAdj, t.LoginUID = tc.OomScoreAdj, tc.Loginuid
 	for _, l := range tc.GetRlimits().GetRlimits() {
 		t.Limits = append(t.Limits, Limit{Soft: l.GetCur(), Hard: l.GetMax()})
 	}
