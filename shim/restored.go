@@ -385,17 +385,7 @@ func (c *restored) close(ctx context.Context) {
 	if err := os.RemoveAll(c.dir); err != nil {
 		log.G(ctx).WithError(err).Warn("thaw: remove the restore's folder")
 	}
-	// Also when the caller has given up, or the daemon would keep the restore.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
-	defer cancel()
-	err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
-		_, err := n.Release(ctx, &api.ReleaseRequest{RestoreId: c.prepared.RestoreId})
-		return err
-	})
-	if err != nil {
-		// The daemon forgets what it does not know any more when it starts again.
-		log.G(ctx).WithError(err).Warn("thaw: release restore")
-	}
+	c.service.release(ctx, c.prepared.RestoreId)
 }
 
 // report tells the daemon how the restore is doing, as long as that changes.

@@ -28,6 +28,7 @@ import (
 	"github.com/containerd/containerd/v2/pkg/shim"
 	"github.com/containerd/containerd/v2/pkg/shutdown"
 	"github.com/containerd/containerd/v2/plugins"
+	"github.com/containerd/log"
 	"github.com/containerd/plugin"
 	"github.com/containerd/plugin/registry"
 	"github.com/containerd/ttrpc"
@@ -149,6 +150,7 @@ func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*ta
 		return err
 	})
 	if err != nil {
+		s.release(ctx, restoreID(ns, r.ID)) // the answer may have been lost
 		return nil, api.ToStatus(fmt.Errorf("thaw: %w", err))
 	}
 	if !prepared.GetRestore() {
@@ -156,6 +158,7 @@ func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*ta
 	}
 	runcOptions, err := unmarshalRuncOptions(options)
 	if err != nil {
+		s.release(ctx, prepared.GetRestoreId())
 		return nil, api.ToStatus(err)
 	}
 	c, err := newRestored(ctx, s, ns, r, spec, runcOptions, prepared)
@@ -172,6 +175,20 @@ func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*ta
 	s.restored[r.ID] = c
 	s.mu.Unlock()
 	return resp, nil
+}
+
+// release ends a restore in the daemon, also when the caller has given up.
+func (s *service) release(ctx context.Context, id string) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
+	defer cancel()
+	err := s.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
+		_, err := n.Release(ctx, &api.ReleaseRequest{RestoreId: id})
+		return err
+	})
+	if err != nil {
+		// The daemon ends the restores of containers that are gone by itself.
+		log.G(ctx).WithError(err).Warn("thaw: release restore")
+	}
 }
 
 // Start starts a process; a container that was prepared for it is restored.

@@ -9,8 +9,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -103,6 +105,46 @@ func (m *Manager) recover(ctx context.Context) error {
 	return nil
 }
 
+// gone reports whether the container is: its bundle is removed with it.
+func (r *record) gone() bool {
+	_, err := os.Stat(r.Bundle)
+	return errors.Is(err, os.ErrNotExist)
+}
+
+// sweepInterval is how long a restore that nobody released may stay.
+const sweepInterval = time.Minute
+
+// sweepAgain sweeps until the manager is closed.
+func (m *Manager) sweepAgain() {
+	tick := time.NewTicker(sweepInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+			m.sweep()
+		case <-m.ctx.Done():
+			return
+		}
+	}
+}
+
+// sweep ends the restores whose containers are gone: a shim that did not get the
+// answer to Prepare, or found no daemon when its container ended, released
+// nothing.
+func (m *Manager) sweep() {
+	m.mu.Lock()
+	all := slices.Collect(maps.Values(m.restores))
+	m.mu.Unlock()
+	for _, r := range all {
+		if !r.record.gone() {
+			continue
+		}
+		if err := m.release(r); err != nil {
+			log.G(m.ctx).WithError(err).Warn("restore of a container that is gone")
+		}
+	}
+}
+
 var errGone = errors.New("container is gone")
 
 func (m *Manager) recoverOne(path string) (err error) {
@@ -114,8 +156,7 @@ func (m *Manager) recoverOne(path string) (err error) {
 	if err := json.Unmarshal(p, &r.record); err != nil {
 		return err
 	}
-	// The bundle is removed with the container.
-	if _, err := os.Stat(r.record.Bundle); errors.Is(err, os.ErrNotExist) {
+	if r.record.gone() {
 		return errGone
 	}
 	d, err := digest.Parse(r.record.Manifest)

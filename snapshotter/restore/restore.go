@@ -73,8 +73,9 @@ type Manager struct {
 	ctx     context.Context // of prefetches and background fills
 	cancel  context.CancelFunc
 	wg      sync.WaitGroup
+	sweeper sync.WaitGroup
 
-	mu       sync.Mutex
+	mu       sync.Mutex // records of restores are written and removed under it
 	restores map[string]*restored
 	repos    map[string]*repository
 	lookups  map[string]*lookup
@@ -126,6 +127,7 @@ func Open(ctx context.Context, opts Options) (*Manager, error) {
 		m.cancel()
 		return nil, err
 	}
+	m.sweeper.Go(m.sweepAgain)
 	return m, nil
 }
 
@@ -138,6 +140,7 @@ func (m *Manager) Close() {
 	m.restores = nil
 	m.mu.Unlock()
 	m.cancel()
+	m.sweeper.Wait()
 	m.wg.Wait()
 	for _, r := range all {
 		m.letGo(r)
@@ -294,21 +297,26 @@ func (m *Manager) add(r *restored) error {
 		RestoreId: r.record.ID, Namespace: r.record.Namespace, ContainerId: r.record.Container, Image: r.record.Image,
 		State: StatePreparing, PagesTotal: total, StartedUnixNs: r.record.Started.UnixNano(), Pod: r.record.Pod,
 	}
-	if err := r.record.write(m.recordDir()); err != nil {
-		return err
-	}
-	m.mu.Lock()
-	if m.closed {
-		m.mu.Unlock()
-		return errors.Join(errClosed, r.record.remove(m.recordDir()))
-	}
-	old := m.restores[r.record.ID]
-	m.restores[r.record.ID] = r
-	m.mu.Unlock()
+	old, err := m.replace(r)
 	if old != nil {
 		m.letGo(old)
 	}
-	return nil
+	return err
+}
+
+// replace puts a restore in the place of one of the same container.
+func (m *Manager) replace(r *restored) (old *restored, err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return nil, errClosed
+	}
+	if err := r.record.write(m.recordDir()); err != nil {
+		return nil, err
+	}
+	old = m.restores[r.record.ID]
+	m.restores[r.record.ID] = r
+	return old, nil
 }
 
 var errClosed = fmt.Errorf("thaw-snapshotter is stopping: %w", errdefs.ErrAborted)
@@ -444,12 +452,23 @@ func (m *Manager) fill(r *restored) {
 func (m *Manager) Release(_ context.Context, id string) error {
 	m.mu.Lock()
 	r := m.restores[id]
-	delete(m.restores, id)
 	m.mu.Unlock()
 	if r == nil {
 		return nil
 	}
+	return m.release(r)
+}
+
+// release ends a restore that was not replaced or released meanwhile.
+func (m *Manager) release(r *restored) error {
+	m.mu.Lock()
+	if m.restores[r.record.ID] != r {
+		m.mu.Unlock()
+		return nil
+	}
+	delete(m.restores, r.record.ID)
 	err := r.record.remove(m.recordDir())
+	m.mu.Unlock()
 	m.letGo(r)
 	return err
 }

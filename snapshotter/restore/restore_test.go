@@ -725,6 +725,29 @@ func TestRecovery(t *testing.T) {
 	}
 }
 
+// TestSweep: a restore that nobody releases ends with its container.
+func TestSweep(t *testing.T) {
+	n := newNode(t)
+	n.push(newSample(t))
+	if _, err := n.prepare("kept", nil); err != nil {
+		t.Fatal(err)
+	}
+	gone := bundle(t, nil)
+	if _, err := n.manager.Prepare(t.Context(), &api.PrepareRequest{Namespace: "k8s.io", ContainerId: "gone", Bundle: gone}); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(gone); err != nil {
+		t.Fatal(err)
+	}
+	n.manager.sweep()
+	if list := n.manager.List(); len(list) != 1 || list[0].ContainerId != "kept" {
+		t.Errorf("%+v", list)
+	}
+	if left, _ := filepath.Glob(filepath.Join(n.manager.recordDir(), "*")); len(left) != 1 {
+		t.Errorf("left: %v", left)
+	}
+}
+
 // TestFill: with the policy cached everything arrives once the container runs,
 // and with lazy nothing does.
 func TestFill(t *testing.T) {
