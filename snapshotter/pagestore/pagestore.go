@@ -226,7 +226,8 @@ func (s *Store) Close() error {
 	return s.lock.Close()
 }
 
-var errClosed = fmt.Errorf("page store is closed: %w", errdefs.ErrUnavailable)
+// errClosed is of the class that shims take for a daemon which is restarted.
+var errClosed = fmt.Errorf("page store is closed: %w", errdefs.ErrAborted)
 
 // Stats returns the counters.
 func (s *Store) Stats() Stats {

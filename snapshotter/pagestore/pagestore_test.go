@@ -609,10 +609,10 @@ func TestCancelAndClose(t *testing.T) {
 	if err := <-waiting; err == nil {
 		t.Fatal("a fetch succeeded in a closed store")
 	}
-	if err := b.Fetch(t.Context(), src, []int{2}, true); !errdefs.IsUnavailable(err) {
+	if err := b.Fetch(t.Context(), src, []int{2}, true); !errdefs.IsAborted(err) {
 		t.Fatalf("after close: %v", err)
 	}
-	if _, err := s.Acquire(&f.blob); !errdefs.IsUnavailable(err) {
+	if _, err := s.Acquire(&f.blob); !errdefs.IsAborted(err) {
 		t.Fatalf("after close: %v", err)
 	}
 }
