@@ -52,6 +52,8 @@ const (
 	maxConnections = 32
 	// acceptPause is the wait after an accept failed for want of resources.
 	acceptPause = 100 * time.Millisecond
+	// complaintPause keeps refused clients from filling the log.
+	complaintPause = time.Second
 )
 
 // Server serves the pages of one Source.
@@ -79,6 +81,7 @@ func (s *Server) Serve(ctx context.Context, l *net.TCPListener) error {
 	stop := context.AfterFunc(ctx, func() { l.Close() })
 	defer stop()
 	defer l.Close()
+	var complained time.Time // about refused clients
 	for {
 		conn, err := l.AcceptTCP()
 		switch {
@@ -99,7 +102,10 @@ func (s *Server) Serve(ctx context.Context, l *net.TCPListener) error {
 		}
 		c := &client{conn: conn, source: s.source, since: time.Now()}
 		if err := s.admit(c); err != nil {
-			log.G(ctx).WithError(err).WithField("client", conn.RemoteAddr()).Warn("page server: client refused")
+			if time.Since(complained) > complaintPause {
+				complained = time.Now()
+				log.G(ctx).WithError(err).WithField("client", conn.RemoteAddr()).Warn("page server: client refused")
+			}
 			conn.Close()
 			continue
 		}
@@ -110,7 +116,9 @@ func (s *Server) Serve(ctx context.Context, l *net.TCPListener) error {
 				lg.WithError(err).Warn("page server: connection ended: the client's processes miss what they had not got")
 				return
 			}
-			lg.WithField("pages", c.sent.Load()).Info("page server: client has gone")
+			if n := c.sent.Load(); n > 0 {
+				lg.WithField("pages", n).Info("page server: client has gone")
+			}
 		})
 	}
 }
