@@ -4,7 +4,7 @@
 // node, the page store, the keeper of userfaultfds, containerd's snapshots
 // service, and metrics, and serves them until it is told to stop.
 //
-//	STATE/thaw.sock         api.Node over ttrpc, for shims and the thaw command
+//	STATE/thaw.sock         api.Node over ttrpc, for shims and the thaw command; api.Pages
 //	STATE/keeper.sock       hand-over of userfaultfds (package keeper)
 //	STATE/snapshotter.sock  containerd's snapshots service over gRPC
 //	metrics.address         GET /metrics, GET /healthz
@@ -113,6 +113,15 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 		return err
 	}
 	api.RegisterNodeService(node, &service{restores: restores, metrics: m})
+	if cfg.PageServer.Enable {
+		lend := newPages(ctx, restores, cfg.PageServer.Address)
+		api.RegisterPagesService(node, lend)
+		g.Go(func() error {
+			<-ctx.Done()
+			lend.stop()
+			return nil
+		})
+	}
 	if err := serveNode(ctx, g, node, cfg.Socket()); err != nil {
 		return err
 	}

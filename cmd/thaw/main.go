@@ -81,7 +81,7 @@ func newApp(stdout, stderr io.Writer) *cli.App {
 		Writer:    stdout,
 		ErrWriter: stderr,
 		Commands: []*cli.Command{
-			checkpointCommand, convertCommand, inspectCommand, checkCommand, psCommand, workingsetCommand, completionCommand,
+			checkpointCommand, convertCommand, inspectCommand, checkCommand, psCommand, serveCommand, workingsetCommand, completionCommand,
 		},
 		EnableBashCompletion: true,
 		HideHelpCommand:      true,

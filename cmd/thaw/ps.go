@@ -45,16 +45,24 @@ func daemonSocket(c *cli.Context, cfg *config.Config) string {
 	return filepath.Join(cfg.StateDir, "thaw.sock")
 }
 
+// dialDaemon connects to the node's daemon.
+func dialDaemon(ctx context.Context, socket string) (*ttrpc.Client, error) {
+	d := net.Dialer{Timeout: daemonTimeout}
+	conn, err := d.DialContext(ctx, "unix", socket)
+	if err != nil {
+		return nil, fmt.Errorf("thaw-snapshotter is not running on this node (%w): start it, e.g. systemctl start thaw-snapshotter", err)
+	}
+	return ttrpc.NewClient(conn), nil
+}
+
 // ask makes one call to the node's daemon.
 func ask(ctx context.Context, socket string, call func(context.Context, api.NodeService) error) error {
 	ctx, cancel := context.WithTimeout(ctx, daemonTimeout)
 	defer cancel()
-	var d net.Dialer
-	conn, err := d.DialContext(ctx, "unix", socket)
+	client, err := dialDaemon(ctx, socket)
 	if err != nil {
-		return fmt.Errorf("thaw-snapshotter is not running on this node (%w): start it, e.g. systemctl start thaw-snapshotter", err)
+		return err
 	}
-	client := ttrpc.NewClient(conn)
 	defer client.Close()
 	if err := call(ctx, api.NewNodeClient(client)); err != nil {
 		return fmt.Errorf("thaw-snapshotter at %s: %w", socket, errgrpc.ToNative(err))

@@ -75,6 +75,9 @@ func TestUsage(t *testing.T) {
 		{"workingset record --socket /nowhere/thaw.sock r/x:1", 1, "thaw-snapshotter is not running"},
 		{"workingset push", 2, "REF is missing"},
 		{"workingset push UPPER --socket /nowhere/thaw.sock", 1, "no image reference"},
+		{"serve", 2, "REF is missing"},
+		{"serve --port 70000 r/x:1", 2, "no port 70000"},
+		{"serve UPPER", 1, "no image reference"},
 		{"completion", 2, "SHELL is missing"},
 		{"completion tcsh", 2, "bash, zsh and fish"},
 	} {

@@ -4,4 +4,4 @@
 // and the thaw command.
 package api
 
-//go:generate protoc --go_out=. --go_opt=paths=source_relative --go-ttrpc_out=. --go-ttrpc_opt=paths=source_relative node.proto
+//go:generate protoc --go_out=. --go_opt=paths=source_relative --go-ttrpc_out=. --go-ttrpc_opt=paths=source_relative node.proto pages.proto

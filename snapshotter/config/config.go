@@ -59,6 +59,7 @@ type Config struct {
 	CRIU        CRIU        `toml:"criu"`
 	Metrics     Metrics     `toml:"metrics"`
 	Snapshotter Snapshotter `toml:"snapshotter"`
+	PageServer  PageServer  `toml:"page_server"`
 }
 
 // Containerd is how the node's containerd is reached.
@@ -143,6 +144,17 @@ type Snapshotter struct {
 	Root string `toml:"root"`
 }
 
+// PageServer is the service that lends pages to CRIU's own lazy-pages daemons
+// (thaw serve).
+type PageServer struct {
+	// Enable starts it.
+	Enable bool `toml:"enable"`
+	// Address is the IP address that page servers listen on. CRIU's protocol has
+	// neither encryption nor authentication: whoever reaches an address that is no
+	// loopback address reads the memory that is served there.
+	Address string `toml:"address"`
+}
+
 // Default returns the configuration of a node without a file.
 func Default() *Config {
 	return &Config{
@@ -176,6 +188,7 @@ func Default() *Config {
 		CRIU:        CRIU{Path: "criu", MinimumVersion: "4.1"},
 		Metrics:     Metrics{Address: "127.0.0.1:9470"},
 		Snapshotter: Snapshotter{Enable: true},
+		PageServer:  PageServer{Address: "127.0.0.1"},
 	}
 }
 
@@ -286,6 +299,9 @@ func (c *Config) finish() error {
 		if n.value < n.min || n.value > n.max {
 			return fmt.Errorf("%s is %d: it must be from %d to %d", n.key, n.value, n.min, n.max)
 		}
+	}
+	if net.ParseIP(c.PageServer.Address) == nil {
+		return fmt.Errorf("page_server.address is %q: an IP address is needed, such as 127.0.0.1", c.PageServer.Address)
 	}
 	return c.checkMetrics()
 }

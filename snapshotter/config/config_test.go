@@ -45,6 +45,7 @@ func TestRefused(t *testing.T) {
 		"policy = \"never\"":                    "policy is \"never\": use one of lazy, cached, complete",
 		"state_dir = \"run\"":                   "state_dir is \"run\": an absolute path",
 		"[metrics]\naddress = \"0.0.0.0:1\"":    "loopback",
+		"[page_server]\naddress = \"lo:1\"":     "page_server.address is \"lo:1\": an IP address",
 		"[limits]\ncache_size = \"3 parsec\"":   "is not a size",
 		"[limits]\nparallel_fetches = 0":        "limits.parallel_fetches is 0",
 		"[limits]\nmax_memory = \"9999999TiB\"": "size",
