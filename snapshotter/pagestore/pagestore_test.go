@@ -12,6 +12,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -468,6 +469,12 @@ func TestRestart(t *testing.T) {
 	}
 }
 
+func isOpen(s *Store, b *Blob) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.folders[b.key()].open != nil
+}
+
 // TestDamagedFolder: a folder that is not whole is made anew.
 func TestDamagedFolder(t *testing.T) {
 	f := newFixture(t, 6, 20)
@@ -489,6 +496,9 @@ func TestDamagedFolder(t *testing.T) {
 				t.Fatal(err)
 			}
 			b.Release()
+			for isOpen(s, b) { // for the request, which may still be ending
+				runtime.Gosched()
+			}
 			if err := damage(b.dir); err != nil {
 				t.Fatal(err)
 			}
