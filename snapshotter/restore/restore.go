@@ -118,6 +118,7 @@ func Open(ctx context.Context, opts Options) (*Manager, error) {
 	if m.layouts, err = openLayouts(filepath.Join(opts.StateDir, "images"), opts.Limits, meta); err != nil {
 		return nil, err
 	}
+	m.layouts.tune = true
 	m.ctx, m.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	if err := m.recover(ctx); err != nil {
 		m.cancel()

@@ -155,7 +155,8 @@ func newSample(t testing.TB) *sample {
 	}}}}
 	eager := append(page(1), page(2)...)
 	s.state = []file{
-		regular("inventory.img", []byte("inventory")),
+		// Its magic number, the length of one message, and in that the image version 2.
+		regular("inventory.img", []byte{0x16, 0x31, 0x31, 0x58, 2, 0, 0, 0, 8, 2}),
 		regular("pagemap-1.img", pagemap(7,
 			entry{0x8000, 1, false}, entry{0x10000, 4, true}, entry{0x1a000, 1, false}, entry{0x20000, 1, true})),
 		regular("pages-7.img", eager),
