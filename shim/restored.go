@@ -129,7 +129,7 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	if err := os.WriteFile(c.config, options, 0o600); err != nil {
 		return nil, err
 	}
-	if err := annotate(r.Bundle, spec, c.config); err != nil {
+	if err := annotate(r.Bundle, c.config); err != nil {
 		return nil, err
 	}
 	opts = proto.Clone(opts).(*runcoptions.Options)
@@ -161,19 +161,34 @@ func scratchDir(node, namespace, id string) string {
 	return filepath.Join(filepath.Dir(node), "container-"+namespace+"~"+id)
 }
 
-// annotate writes the bundle's configuration anew with CRIU's configuration file
-// named in it. Whatever the pod or the image said there is replaced.
-func annotate(bundle string, spec *specs.Spec, config string) error {
-	if spec.Annotations == nil {
-		spec.Annotations = make(map[string]string)
-	}
-	spec.Annotations[criuConfigAnnotation] = config
-	b, err := json.Marshal(spec)
+// annotate names CRIU's configuration file in the bundle's configuration, of which
+// all else stays as containerd wrote it, whether this version of thaw knows it or
+// not. Whatever the pod or the image said there is replaced.
+func annotate(bundle, config string) error {
+	path := filepath.Join(bundle, specFile)
+	in, err := readBounded(path, maxSpec)
 	if err != nil {
 		return err
 	}
-	path := filepath.Join(bundle, specFile)
-	if err := os.WriteFile(path+".new", b, 0o600); err != nil {
+	var spec map[string]json.RawMessage
+	if err := json.Unmarshal(in, &spec); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	annotations := make(map[string]string)
+	if a := spec["annotations"]; a != nil {
+		if err := json.Unmarshal(a, &annotations); err != nil {
+			return fmt.Errorf("annotations in %s: %w", path, err)
+		}
+	}
+	annotations[criuConfigAnnotation] = config
+	if spec["annotations"], err = json.Marshal(annotations); err != nil {
+		return err
+	}
+	out, err := json.Marshal(spec)
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(path+".new", out, 0o600); err != nil {
 		return err
 	}
 	return os.Rename(path+".new", path)
