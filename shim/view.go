@@ -32,7 +32,7 @@ func makeView(dir, shared, hostname string) error {
 	}
 	for _, e := range entries {
 		path := filepath.Join(dir, e.Name())
-		if hostname != "" && strings.HasPrefix(e.Name(), "utsns-") {
+		if strings.HasPrefix(e.Name(), "utsns-") {
 			if err := os.WriteFile(path, criu.EncodeHostname(hostname), 0o600); err != nil {
 				return err
 			}
@@ -46,15 +46,19 @@ func makeView(dir, shared, hostname string) error {
 }
 
 // hostnameOf returns the host name that a container of the spec has: that of
-// the UTS namespace it joins, or the one that the spec gives to a new one.
+// the UTS namespace it joins, or the one that the spec gives to a new one, or
+// else that of this process, which new UTS namespaces inherit
+// (uts_namespaces(7)).
 func hostnameOf(spec *specs.Spec) (string, error) {
 	if spec.Linux != nil {
 		for _, ns := range spec.Linux.Namespaces {
 			if ns.Type == specs.UTSNamespace {
-				if ns.Path == "" {
+				if ns.Path != "" {
+					return hostnameIn(ns.Path)
+				}
+				if spec.Hostname != "" {
 					return spec.Hostname, nil
 				}
-				return hostnameIn(ns.Path)
 			}
 		}
 	}
