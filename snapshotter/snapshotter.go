@@ -106,8 +106,14 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 	defer restores.Close()
 	m.restores(restores)
 
-	// A server that fails ends all others.
+	// A server that fails ends all others, and so does an error here, before what
+	// they serve is closed.
+	ctx, cancel := context.WithCancel(ctx)
 	g, ctx := errgroup.WithContext(ctx)
+	defer func() {
+		cancel()
+		err = errors.Join(err, g.Wait())
+	}()
 	node, err := ttrpc.NewServer(ttrpc.WithServerHandshaker(ttrpc.UnixSocketRequireSameUser()))
 	if err != nil {
 		return err
@@ -126,19 +132,19 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 		return err
 	}
 	if err := serveKeeper(ctx, g, cfg.KeeperSocket()); err != nil {
-		return errors.Join(err, node.Close())
+		return err
 	}
 	if err := serveMetrics(ctx, g, cfg.Metrics.Address, m.handler()); err != nil {
-		return errors.Join(err, node.Close())
+		return err
 	}
 	if cfg.Snapshotter.Enable {
 		s, err := snapshots.New(ctx, cfg.Snapshotter.Root, hosts)
 		if err != nil {
-			return errors.Join(err, node.Close())
+			return err
 		}
 		l, err := listen(cfg.Snapshotter.Socket)
 		if err != nil {
-			return errors.Join(err, s.Close(), node.Close())
+			return errors.Join(err, s.Close())
 		}
 		g.Go(func() error { return s.Serve(ctx, l) })
 	}
@@ -150,7 +156,7 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 	log.G(ctx).WithField("socket", cfg.Socket()).Info("thaw-snapshotter is ready")
 	<-ctx.Done()
 	notify(ctx, daemon.SdNotifyStopping)
-	return g.Wait()
+	return nil
 }
 
 func notify(ctx context.Context, state string) {

@@ -197,3 +197,26 @@ func TestCRIUCheck(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestFailedStart: what already served when another part could not has ended when Run returns.
+func TestFailedStart(t *testing.T) {
+	cfg := testConfig(t)
+	l, err := net.Listen("tcp", cfg.Metrics.Address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if err := Run(t.Context(), cfg, nil); err == nil || !strings.Contains(err.Error(), "metrics.address") {
+		t.Errorf("got %v", err)
+	}
+	for _, path := range []string{cfg.Socket(), cfg.KeeperSocket()} {
+		if c, err := net.Dial("unix", path); err == nil {
+			c.Close()
+			t.Errorf("%s is still served", path)
+		}
+		if c, err := net.Dial("unixpacket", path); err == nil {
+			c.Close()
+			t.Errorf("%s is still served", path)
+		}
+	}
+}
