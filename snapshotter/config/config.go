@@ -175,7 +175,7 @@ func Default() *Config {
 			RequestSize:       2 << 20,
 			MaxMemory:         256 << 30,
 			MaxState:          4 << 30,
-			MaxPageIndex:      256 << 20,
+			MaxPageIndex:      128 << 20,
 			CacheSize:         32 << 30,
 			MetadataCacheSize: 1 << 30,
 			UnusedImages:      8,

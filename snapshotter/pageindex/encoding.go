@@ -124,8 +124,14 @@ func Parse(in []byte) (*Index, error) {
 	if n := binary.LittleEndian.Uint32(h[4:]); n != PageSize {
 		return nil, fmt.Errorf("%w: page size %d, this node has %d", ErrFormat, n, PageSize)
 	}
-	d := decoder{in: in[headerSize:]}
 	blobs, processes := binary.LittleEndian.Uint32(h[8:]), binary.LittleEndian.Uint32(h[12:])
+	if blobs > maxBlobs {
+		return nil, errBlobs
+	}
+	if processes > maxEntries {
+		return nil, errEntries
+	}
+	d := decoder{in: in[headerSize:], runs: maxEntries - int(processes)}
 	x := &Index{}
 	for i := range blobs {
 		b, err := d.blob()
@@ -151,7 +157,10 @@ func Parse(in []byte) (*Index, error) {
 }
 
 // decoder consumes its input from the front.
-type decoder struct{ in []byte }
+type decoder struct {
+	in   []byte
+	runs int // how many may still come
+}
 
 var errShort = fmt.Errorf("%w: it ends too early", ErrFormat)
 
@@ -209,6 +218,10 @@ func (d *decoder) process() (Process, error) {
 	if err != nil {
 		return Process{}, err
 	}
+	if n > uint64(d.runs) {
+		return Process{}, errEntries
+	}
+	d.runs -= int(n)
 	p := Process{PID: uint32(pid)}
 	if n > 0 {
 		p.Runs = make([]Run, 0, n)

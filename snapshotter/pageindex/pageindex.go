@@ -45,6 +45,14 @@ const (
 	// MaxEncodedSize bounds an encoded index: 256 MiB describe well over 100 GiB.
 	MaxEncodedSize = 256 << 20
 
+	// maxEntries bounds runs and processes of one index in sum: one takes two
+	// bytes encoded but 32 in memory, of which this allows 128 MiB. In 256 GiB a
+	// run may then be as short as 64 KiB on average.
+	maxEntries = 4 << 20
+
+	// maxBlobs bounds the page blobs: so many do not fit into a manifest of 4 MiB.
+	maxBlobs = 1 << 15
+
 	// maxAddress is the end of the user part of an address space (5-level
 	// paging, Documentation/arch/x86/x86_64/5level-paging.rst).
 	maxAddress = 1 << 56
@@ -207,8 +215,23 @@ func putChunk(p []byte, c Chunk) {
 	binary.LittleEndian.PutUint32(p[sha256.Size+4:], c.Pages)
 }
 
+var (
+	errEntries = fmt.Errorf("%w: more than %d runs and processes: the memory is in too many pieces", ErrFormat, maxEntries)
+	errBlobs   = fmt.Errorf("%w: more than %d page blobs", ErrFormat, maxBlobs)
+)
+
 // validate checks what the types cannot express and what Encode relies on.
 func (x *Index) validate() error {
+	if len(x.Blobs) > maxBlobs {
+		return errBlobs
+	}
+	entries := len(x.Processes)
+	for i := range x.Processes {
+		entries += len(x.Processes[i].Runs)
+	}
+	if entries > maxEntries {
+		return errEntries
+	}
 	for i := range x.Blobs {
 		b := &x.Blobs[i]
 		if err := b.Digest.Validate(); err != nil || b.Digest.Algorithm() != digest.SHA256 {

@@ -139,6 +139,41 @@ func TestDamaged(t *testing.T) {
 	}
 }
 
+// TestTooMany: small input that would be large in memory is refused before it is.
+func TestTooMany(t *testing.T) {
+	header := func(blobs, processes uint32) []byte {
+		out := append([]byte(magic), Major, 0, 0, 0)
+		for _, v := range []uint32{PageSize, blobs, processes} {
+			out = binary.LittleEndian.AppendUint32(out, v)
+		}
+		return out
+	}
+	runs := binary.AppendUvarint([]byte{1}, maxEntries/2)
+	for range maxEntries / 2 {
+		runs = append(runs, 0, 1<<2|kindZero)
+	}
+	again := append([]byte{2}, runs[1:]...)
+	for name, tc := range map[string]struct {
+		in   []byte
+		want error
+	}{
+		"runs":      {append(append(header(0, 2), runs...), again...), errEntries},
+		"processes": {append(header(0, maxEntries+1), make([]byte, 2*maxEntries+2)...), errEntries},
+		"blobs":     {append(header(maxBlobs+1, 0), make([]byte, (maxBlobs+1)*blobRecord)...), errBlobs},
+	} {
+		if _, err := Parse(tc.in); !errors.Is(err, tc.want) || !errors.Is(err, ErrFormat) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := Parse(append(header(0, 1), runs...)); err != nil {
+		t.Errorf("as many as are allowed: %v", err)
+	}
+	x := &Index{Processes: []Process{{PID: 1, Runs: make([]Run, maxEntries)}}}
+	if _, err := x.Encode(); !errors.Is(err, errEntries) {
+		t.Errorf("encoded: %v", err)
+	}
+}
+
 func FuzzParse(f *testing.F) {
 	enc, err := sample(f).Encode()
 	if err != nil {
