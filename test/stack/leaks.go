@@ -25,7 +25,7 @@ import (
 // what kind of thing it is.
 type State map[string]bool
 
-// State takes stock of processes, mounts, cgroups, network devices and namespaces, sockets and FIFOs on /run, and containerd's
+// State takes stock of processes, mounts, cgroups, network devices and namespaces, sockets and FIFOs on /run, restores, and containerd's
 // containers, snapshots and leases. What the stack itself runs on is part of it, so compare two of them.
 func (s *Stack) State(ctx context.Context) (State, error) {
 	state := make(State)
@@ -176,6 +176,8 @@ func (state State) files(root string) error {
 		case path == filepath.Join(ThawStateDir, "images"):
 			return fs.SkipDir // images that were laid out stay for the next restore, up to a limit
 		case path == records:
+		case filepath.Dir(path) == records && strings.HasSuffix(path, ".json"):
+			state.add("restore", path)
 		case d.IsDir(), d.Type()&(fs.ModeSocket|fs.ModeNamedPipe) != 0, strings.HasPrefix(path, "/run/netns/"):
 			state.add("file", path)
 		}
