@@ -21,6 +21,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"thaw.dev/thaw/criu"
+	"thaw.dev/thaw/criu/criulog"
 	"thaw.dev/thaw/criu/lazypages"
 	"thaw.dev/thaw/shim/pager"
 	"thaw.dev/thaw/snapshotter/api"
@@ -32,13 +33,6 @@ const (
 	// criuConfigAnnotation names the configuration file that runc hands to CRIU.
 	// CRIU reads it after the options that runc itself sets.
 	criuConfigAnnotation = "org.criu.config"
-
-	// logName is CRIU's log in its work directory.
-	logName = "restore.log"
-
-	// logFolder keeps CRIU's logs of restores that failed; the bundle with the
-	// originals goes when the container does.
-	logFolder = "/var/log/thaw"
 
 	// reportInterval is how often a restore that makes progress tells the daemon.
 	reportInterval = time.Second
@@ -122,7 +116,7 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	}
 	prepared.ImagesDir = view
 	c.filled = pager.Policy(prepared.Policy) == pager.Complete
-	options, err := criu.RestoreOptions{LazyPages: true, LogFile: logName, Verbosity: 4}.Encode()
+	options, err := criu.RestoreOptions{LazyPages: true, LogFile: criulog.Restore, Verbosity: 4}.Encode()
 	if err != nil {
 		return nil, err
 	}
@@ -300,9 +294,8 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 // explain makes the one line that tells why a restore failed, and keeps CRIU's
 // log where it outlives the bundle.
 func (c *restored) explain(err error) error {
-	path := filepath.Join(c.work, logName)
-	quote := quoteLog(path)
-	kept, keepErr := keepLog(path, c.id)
+	quote := quoteLog(filepath.Join(c.work, criulog.Restore))
+	kept, keepErr := criulog.Keep(criulog.Dir, c.id, c.work, criulog.Restore)
 	var b strings.Builder
 	fmt.Fprintf(&b, "thaw: restore of %s failed: ", c.prepared.Image)
 	if quote != "" {
@@ -332,21 +325,6 @@ func quoteLog(path string) string {
 		log.L.WithError(err).Warn("thaw: read CRIU's log")
 	}
 	return quote
-}
-
-// keepLog copies CRIU's log to the log folder and returns its new path.
-func keepLog(path, id string) (string, error) {
-	const limit = 4 << 20 // verbosity 4 of a large container is under 1 MiB
-	b, err := readBounded(path, limit)
-	if err != nil {
-		return "", err
-	}
-	dir := filepath.Join(logFolder, id)
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return "", err
-	}
-	kept := filepath.Join(dir, logName)
-	return kept, os.WriteFile(kept, b, 0o600)
 }
 
 // cgroup returns the container's cgroup, nil while it does not run.

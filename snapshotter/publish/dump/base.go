@@ -23,6 +23,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"thaw.dev/thaw/criu"
+	"thaw.dev/thaw/criu/criulog"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/publish"
 )
@@ -170,7 +171,7 @@ func describe(src *publish.Source, c *Container, work string) {
 	if unix.Uname(&u) == nil {
 		src.Host.Kernel = unix.ByteSliceToString(u.Release[:])
 	}
-	if f, err := os.Open(filepath.Join(work, criuLog)); err == nil {
+	if f, err := os.Open(filepath.Join(work, criulog.Dump)); err == nil {
 		src.Host.CRIU = versionIn(f)
 		f.Close()
 	}

@@ -4,6 +4,7 @@ package dump
 
 import (
 	"bufio"
+	"cmp"
 	"fmt"
 	"io"
 	"os"
@@ -11,13 +12,8 @@ import (
 	"strings"
 
 	"thaw.dev/thaw/criu"
+	"thaw.dev/thaw/criu/criulog"
 )
-
-// criuLog is the name of the log that CRIU writes in its work directory.
-const criuLog = "dump.log"
-
-// maxLog bounds in bytes how much of CRIU's log is kept.
-const maxLog = 64 << 20
 
 // versionIn returns CRIU's version as it says it at the beginning of its log, or
 // "".
@@ -42,7 +38,7 @@ var remedies = []struct{ has, do string }{
 
 // explain makes one line of a failed dump and keeps CRIU's log.
 func explain(id, work, logDir string, cause error) error {
-	f, err := os.Open(filepath.Join(work, criuLog))
+	f, err := os.Open(filepath.Join(work, criulog.Dump))
 	if err != nil { // CRIU did not run
 		return fmt.Errorf("container %s cannot be dumped: %w", short(id), cause)
 	}
@@ -51,12 +47,12 @@ func explain(id, work, logDir string, cause error) error {
 	if err != nil || what == "" {
 		what = cause.Error()
 	}
-	if r := remedy(what, versionIn(io.NewSectionReader(f, 0, maxLog))); r != "" {
+	if r := remedy(what, versionIn(io.NewSectionReader(f, 0, criulog.MaxSize))); r != "" {
 		what += ": " + r
 	}
-	kept, err := keepLog(f, id, logDir)
+	kept, err := criulog.Keep(cmp.Or(logDir, criulog.Dir), id, work, criulog.Dump)
 	if err != nil {
-		return fmt.Errorf("container %s cannot be dumped: CRIU: %s (its log could not be kept: %w)", short(id), what, err)
+		return fmt.Errorf("container %s cannot be dumped: CRIU: %s (%w)", short(id), what, err)
 	}
 	return fmt.Errorf("container %s cannot be dumped: CRIU: %s (log: %s)", short(id), what, kept)
 }
@@ -79,24 +75,4 @@ func remedy(what, version string) string {
 		return fmt.Sprintf("CRIU is %s, install %s or later: %s", have, need, why)
 	}
 	return ""
-}
-
-func keepLog(f *os.File, id, logDir string) (string, error) {
-	if logDir == "" {
-		logDir = defaultLogDir
-	}
-	dir := filepath.Join(logDir, id)
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return "", err
-	}
-	name := filepath.Join(dir, criuLog)
-	out, err := os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return "", err
-	}
-	defer out.Close()
-	if _, err := io.Copy(out, io.NewSectionReader(f, 0, maxLog)); err != nil {
-		return "", err
-	}
-	return name, out.Close()
 }

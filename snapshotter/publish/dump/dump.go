@@ -55,8 +55,6 @@ type Options struct {
 	CertsDir string
 }
 
-const defaultLogDir = "/var/log/thaw"
-
 // cleanupTimeout bounds what is done after a cancelled or finished dump.
 const cleanupTimeout = 30 * time.Second
 

@@ -15,6 +15,8 @@ import (
 	"github.com/containerd/typeurl/v2"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/types/known/anypb"
+
+	"thaw.dev/thaw/criu/criulog"
 )
 
 func container(t *testing.T, change func(*containers.Container, *specs.Spec)) *Container {
@@ -159,11 +161,11 @@ func TestExplain(t *testing.T) {
 (00.015859) Error (criu/sk-inet.c:130): inet: Unsupported proto 262 for socket 1788e
 (00.081419) Error (criu/cr-dump.c:2111): Dumping FAILED.
 `
-	if err := os.WriteFile(filepath.Join(work, criuLog), []byte(log), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(work, criulog.Dump), []byte(log), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	err := explain("abc", work, logs, cause)
-	for _, want := range []string{"abc", "Unsupported proto 262", "multipathtcp=0", filepath.Join(logs, "abc", criuLog)} {
+	for _, want := range []string{"abc", "Unsupported proto 262", "multipathtcp=0", filepath.Join(logs, "abc", criulog.Dump)} {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q is not in %v", want, err)
 		}
@@ -171,7 +173,7 @@ func TestExplain(t *testing.T) {
 	if strings.Contains(err.Error(), "\n") {
 		t.Errorf("more than one line: %q", err)
 	}
-	if kept, err := os.ReadFile(filepath.Join(logs, "abc", criuLog)); err != nil || string(kept) != log {
+	if kept, err := os.ReadFile(filepath.Join(logs, "abc", criulog.Dump)); err != nil || string(kept) != log {
 		t.Errorf("kept %q, %v", kept, err)
 	}
 	if v := versionIn(strings.NewReader(log)); v != "4.2.1" {
