@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -151,7 +152,58 @@ func checkContainerd(c *cli.Context, cfg *config.Config) []finding {
 	if err != nil {
 		return []finding{missing("containerd", err, "start containerd")}
 	}
-	return []finding{found("containerd", "%s", v.Version), checkShim(ctx, client), checkHandler(ctx, client)}
+	return []finding{found("containerd", "%s", v.Version), checkShim(ctx, client), checkRuncsCRIU(ctx, client, cfg.CRIU.Path), checkHandler(ctx, client)}
+}
+
+// checkRuncsCRIU looks for the criu that runc runs: it is the one on the PATH of
+// containerd, whatever the daemon checks.
+func checkRuncsCRIU(ctx context.Context, client *containerd.Client, checked string) finding {
+	const name, remedy = "criu of runc", "set criu.path in thaw's configuration to the file that runc finds on containerd's PATH"
+	server, err := client.IntrospectionService().Server(ctx)
+	if err != nil {
+		return missing(name, err, "")
+	}
+	environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", server.Pid))
+	if err != nil {
+		return missing(name, err, "run thaw check as root, in the PID namespace of containerd")
+	}
+	theirs, err := lookIn(string(environ), "criu")
+	if err != nil {
+		return missing(name, err, "install criu in a folder of containerd's PATH, e.g. /usr/local/sbin")
+	}
+	ours, err := exec.LookPath(checked)
+	if err != nil {
+		return missing(name, err, remedy)
+	}
+	a, aErr := os.Stat(theirs)
+	b, bErr := os.Stat(ours)
+	if err := errors.Join(aErr, bErr); err != nil {
+		return missing(name, err, remedy)
+	}
+	if !os.SameFile(a, b) {
+		return missing(name, fmt.Errorf("runc runs %s, criu.path is %s", theirs, ours), remedy)
+	}
+	return found(name, "%s, as checked", theirs)
+}
+
+// lookIn finds a program on the PATH of an environment as in /proc/PID/environ.
+func lookIn(environ, program string) (string, error) {
+	for v := range strings.SplitSeq(environ, "\x00") {
+		path, ok := strings.CutPrefix(v, "PATH=")
+		if !ok {
+			continue
+		}
+		for _, dir := range filepath.SplitList(path) {
+			if !filepath.IsAbs(dir) {
+				continue // exec.LookPath does not run those either
+			}
+			if file, err := exec.LookPath(filepath.Join(dir, program)); err == nil {
+				return file, nil
+			}
+		}
+		return "", fmt.Errorf("no %s in containerd's PATH %s", program, path)
+	}
+	return "", errors.New("containerd has no PATH")
 }
 
 func checkShim(ctx context.Context, client *containerd.Client) finding {
