@@ -213,7 +213,8 @@ func TestBrokenConnectionKillsNobody(t *testing.T) {
 	nobody(t, killed)
 }
 
-// TestHoldsOn: what came over a broken connection is held until a later one of the same restore is complete.
+// TestHoldsOn: what came over a broken connection is held until a later one of the same restore is complete; one that
+// breaks before that adds nothing.
 func TestHoldsOn(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "keeper.sock")
 	killed, stop := serve(t, path)
@@ -223,10 +224,11 @@ func TestHoldsOn(t *testing.T) {
 		complete bool
 		held     []bool // of this connection's descriptor and those before
 	}{
-		{"ns/box", true, []bool{true}},
-		{"ns/box", false, []bool{true, true}},
-		{"ns/other", true, []bool{true, true, true}},
-		{"ns/box", true, []bool{false, false, true, true}},
+		{"ns/new", false, []bool{true}},
+		{"ns/box", true, []bool{true, true}},
+		{"ns/box", false, []bool{true, true, false}},
+		{"ns/other", true, []bool{true, true, false, true}},
+		{"ns/box", true, []bool{true, false, false, true, true}},
 	} {
 		conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Net: "unixpacket", Name: path})
 		if err != nil {
@@ -257,7 +259,7 @@ func TestHoldsOn(t *testing.T) {
 		}
 	}
 	stop()
-	for _, r := range reads[2:] {
+	for _, r := range reads {
 		atEnd(t, r)
 	}
 	nobody(t, killed)

@@ -129,10 +129,30 @@ func (s *Server) completed(h *held) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for old := range s.links {
-		if old.number < h.number && old.peer.pid == h.peer.pid && old.restore() == h.restore() {
+		if h.follows(old) {
 			old.letGo()
 		}
 	}
+}
+
+// useless reports whether a connection that broke before it was complete brought
+// nothing, or an earlier one is still held: with all that each of many attempts
+// brings, the daemon would reach its limit of open files.
+func (s *Server) useless(h *held) bool {
+	if h.complete {
+		return false
+	}
+	if len(h.fds) == 0 {
+		return true
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for old := range s.links {
+		if h.follows(old) {
+			return true
+		}
+	}
+	return false
 }
 
 // held is what the daemon has of one container by one connection.
@@ -145,6 +165,8 @@ type held struct {
 	fds     map[uint64]int // by the client's number
 	cgroups []string
 
+	complete bool // fds is all that there is
+
 	mu        sync.Mutex
 	restoreID string
 }
@@ -153,6 +175,12 @@ func (h *held) restore() string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.restoreID
+}
+
+// follows reports whether a connection is a later one of the same process and
+// restore.
+func (h *held) follows(old *held) bool {
+	return h.number > old.number && h.peer.pid == old.peer.pid && h.restore() == old.restore()
 }
 
 // close closes all; nobody may depend on the descriptors any more.
@@ -168,7 +196,7 @@ func (h *held) close() {
 
 func (s *Server) serve(ctx context.Context, h *held) {
 	done, err := s.messages(h)
-	if done || len(h.cgroups) == 0 {
+	if done || len(h.cgroups) == 0 || s.useless(h) {
 		return
 	}
 	lg := log.G(ctx).WithField("restore", h.restore())
@@ -213,6 +241,7 @@ func (s *Server) messages(h *held) (done bool, err error) {
 		}
 		closeAll(fds)
 		if ferr == nil && m.Complete {
+			h.complete = true
 			s.completed(h)
 		}
 		var r reply
