@@ -392,3 +392,22 @@ func TestRefused(t *testing.T) {
 		t.Error("connected to nobody")
 	}
 }
+
+// TestPidfdByNumber: a number whose process may be another's by now is not trusted.
+func TestPidfdByNumber(t *testing.T) {
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(pair[0])
+	fd, err := pidfdByNumber(pair[0], os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	unix.Close(fd)
+	unix.Close(pair[1])
+	if fd, err := pidfdByNumber(pair[0], os.Getpid()); err == nil {
+		unix.Close(fd)
+		t.Error("the other end is closed")
+	}
+}

@@ -54,9 +54,14 @@ func pidfdOf(socket, pid int) (int, error) {
 	if !errors.Is(err, unix.ENOPROTOOPT) {
 		return fd, err
 	}
-	// Linux before 6.5. The number is that process's for as long as it has the
-	// other end open.
-	if fd, err = unix.PidfdOpen(pid, 0); err != nil {
+	return pidfdByNumber(socket, pid) // Linux before 6.5
+}
+
+// pidfdByNumber makes sure that the number was that process's: it is for as long
+// as the process has the other end open.
+func pidfdByNumber(socket, pid int) (int, error) {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
 		return -1, err
 	}
 	if readable(socket, unix.POLLRDHUP) {
