@@ -127,17 +127,7 @@ func (d *Dir) Tasks() ([]Task, error) {
 		return nil, fmt.Errorf("%w: pstree.img is missing or has no tasks", ErrFormat)
 	}
 	for _, e := range entries {
-		for _, tid := range e.GetThreads() {
-			if tid == e.GetPid() {
-				continue
-			}
-			if err := unique(tid); err != nil {
-				return nil, err
-			}
-		}
-	}
-	for _, e := range entries {
-		t, err := d.task(e)
+		t, err := d.task(e, unique)
 		if err != nil {
 			return nil, err
 		}
@@ -146,7 +136,9 @@ func (d *Dir) Tasks() ([]Task, error) {
 	return tasks, nil
 }
 
-func (d *Dir) task(e *pstree.PstreeEntry) (Task, error) {
+// task reads what belongs to an entry. unique checks the number of a thread. CRIU
+// writes an arbitrary one for a zombie, and does not read it.
+func (d *Dir) task(e *pstree.PstreeEntry, unique func(tid uint32) error) (Task, error) {
 	t := Task{PID: e.GetPid(), PPID: e.GetPpid(), PGID: e.GetPgid(), SID: e.GetSid()}
 	c, err := d.core(t.PID)
 	if err != nil {
@@ -185,6 +177,9 @@ func (d *Dir) task(e *pstree.PstreeEntry) (Task, error) {
 	for _, tid := range e.GetThreads() {
 		if tid == t.PID {
 			continue
+		}
+		if err := unique(tid); err != nil {
+			return t, err
 		}
 		c, err := d.core(tid)
 		if err != nil {
