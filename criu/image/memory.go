@@ -37,6 +37,7 @@ type Area struct {
 	Flags  uint32 // as in mmap(2): MAP_
 	Status Status
 	Access uint32 // as in open(2): how CRIU opens a mapped file
+	Advice uint64 // bit n is set if the advice n of madvise(2) was given
 }
 
 // Mapped reports whether the area is a mapping of an open file (File).
@@ -93,6 +94,7 @@ func (d *Dir) memory(pid uint32) (*Memory, error) {
 		a := Area{
 			Start: v.GetStart(), End: v.GetEnd(), Offset: v.GetPgoff(), File: v.GetShmid(),
 			Prot: v.GetProt(), Flags: v.GetFlags(), Status: Status(v.GetStatus()),
+			Advice: v.GetMadv(),
 		}
 		// As CRIU does (criu/files-reg.c).
 		switch {

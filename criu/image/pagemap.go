@@ -31,6 +31,8 @@ type Pagemap struct {
 	Ranges []Range
 	// Size is the length in bytes of the pages file that CRIU wrote.
 	Size int64
+
+	wide bool // entries count pages in 64 bits, as CRIU 4.2 and later write them
 }
 
 // Range is a run of pages that follow each other.
@@ -206,6 +208,7 @@ func (p *Pagemap) parse(in []byte) error {
 			return f.errorf("entry %d at %#x overlaps the one before or is out of order", f.n-2, r.Start)
 		}
 		end = r.End()
+		p.wide = p.wide || e.has[5]
 		if r.Offset == 0 { // present: it lies behind those before
 			r.Offset = p.Size
 			if p.Size += int64(r.Pages) * PageSize; p.Size > maxPagesSize {

@@ -72,11 +72,16 @@ func Publish(ctx context.Context, src *Source, to Target) (*Result, error) {
 			return nil, err
 		}
 	}
+	tasks, err := src.Images.Tasks()
+	if err != nil {
+		return nil, err
+	}
+	changed := image.MakeEager(tasks, maps)
 	config, err := describe(src, maps)
 	if err != nil {
 		return nil, err
 	}
-	files, err := stateFiles(src.Images, maps, src.Spec)
+	files, err := stateFiles(src.Images, maps, changed, src.Spec)
 	if err != nil {
 		return nil, err
 	}

@@ -4,7 +4,6 @@ package publish
 
 import (
 	"archive/tar"
-	"bytes"
 	"fmt"
 	"io"
 	"sort"
@@ -23,16 +22,20 @@ type stateFile struct {
 }
 
 // stateFiles lists what belongs into the state: CRIU's images, with pages files
-// reduced to their eager pages, runc's list of descriptors, and the spec.
-func stateFiles(images *image.Dir, maps []*image.Pagemap, spec []byte) ([]stateFile, error) {
+// reduced to their eager pages, runc's list of descriptors, and the spec. changed
+// has new content of some of the images.
+func stateFiles(images *image.Dir, maps []*image.Pagemap, changed map[string][]byte, spec []byte) ([]stateFile, error) {
 	pages := make(map[string]*image.Pagemap, len(maps))
 	for _, m := range maps {
 		pages[m.File()] = m
 	}
-	out := []stateFile{{checkpoint.SpecFile, int64(len(spec)), func(w io.Writer) error {
-		_, err := io.Copy(w, bytes.NewReader(spec))
-		return err
-	}}}
+	fixed := func(name string, content []byte) stateFile {
+		return stateFile{name, int64(len(content)), func(w io.Writer) error {
+			_, err := w.Write(content)
+			return err
+		}}
+	}
+	out := []stateFile{fixed(checkpoint.SpecFile, spec)}
 	for _, f := range images.Files() {
 		switch f.Kind {
 		case image.Diagnostic:
@@ -52,6 +55,10 @@ func stateFiles(images *image.Dir, maps []*image.Pagemap, spec []byte) ([]stateF
 				return m.CompactEager(w, p)
 			}})
 		default:
+			if content, ok := changed[f.Name]; ok {
+				out = append(out, fixed(f.Name, content))
+				continue
+			}
 			out = append(out, stateFile{f.Name, f.Size, func(w io.Writer) error {
 				p, err := images.Open(f.Name)
 				if err != nil {

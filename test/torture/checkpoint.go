@@ -42,6 +42,15 @@ func makeCheckpoint(ctx context.Context, dir string) (*checkpoint, error) {
 	if err != nil {
 		return nil, err
 	}
+	tasks, err := d.Tasks()
+	if err != nil {
+		return nil, err
+	}
+	for name, content := range image.MakeEager(tasks, maps) {
+		if err := os.WriteFile(filepath.Join(dir, name), content, 0o600); err != nil {
+			return nil, err
+		}
+	}
 	c := &checkpoint{images: dir}
 	w := pageblob.NewWriter(ctx, pageblob.Options{
 		Open: func() (pageblob.Sink, error) { return &sink{c: c}, nil },

@@ -144,6 +144,7 @@ func (r *run) dump(ctx context.Context) error {
 			return err
 		}
 	}
+	killAll() // orphans, which were not in the tree
 	reap()
 	return nil
 }
@@ -275,7 +276,7 @@ func (r *run) awaitEnd(ctx context.Context) error {
 	defer unix.Close(fd)
 	deadline, _ := ctx.Deadline()
 	for {
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(time.Until(deadline).Milliseconds()))
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(max(0, time.Until(deadline)).Milliseconds()))
 		if err == unix.EINTR {
 			continue
 		}
