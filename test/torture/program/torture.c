@@ -38,6 +38,8 @@
 // # What is left out
 //
 //   - vfork before SIGUSR1 while running: CRIU cannot dump two processes that share memory.
+//     (Neither can it dump a process with threads at the moment in which it exits. That
+//     happens now and then, and is not counted as a failure.)
 //   - kill before SIGUSR1: CRIU gives a restore up if a task that it has let go kills one
 //     that it is about to let go ("Unable to detach").
 //   - MADV_REMOVE on private memory (the kernel refuses it); it is done to shared memory.
@@ -46,7 +48,7 @@
 //   - Growing locked memory with mremap where it has to move: the kernel (6.18 and before)
 //     touches the new pages before it reports the move, and refuses to fill pages until it
 //     has (do_mremap: mm_populate before notify_uffd). No fault handler can end that wait.
-//   - MADV_WIPEONFORK and MADV_DONTFORK after SIGUSR1. A fault handler does not learn of
+//   - MADV_WIPEONFORK and MADV_DONTFORK when the checkpoint can have been. A fault handler does not learn of
 //     the advice: where memory came lazily, the child gets the dumped content and not
 //     zeros; and where a mapping of the child grows over a place that it did not inherit,
 //     the content that the parent had there.
@@ -494,7 +496,7 @@ static void op_fork_advice(struct arena *a)
 	int kind = rnd(a) % 4;
 
 	a->op = "fork advice";
-	if (common->go)
+	if (common->arrived)
 		kind |= 1; // see "what is left out"
 	if (n == 0 || !(plan & FORKADVICE))
 		return;
