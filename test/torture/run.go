@@ -26,8 +26,10 @@ import (
 	"thaw.dev/thaw/shim/pager"
 )
 
-// errDump means that CRIU did not dump the program.
-var errDump = errors.New("criu dump failed")
+// errCRIU means that CRIU met a limit of its own: it did not dump the program, or gave
+// the restore up because a thread that it was about to let go was ended by one that
+// it had let go before.
+var errCRIU = errors.New("a limit of criu")
 
 // run is one run of a program, from start to end. It is the first process of a
 // PID namespace, so that the dumped PIDs are free again when they are needed.
@@ -135,7 +137,7 @@ func (r *run) dump(ctx context.Context) error {
 			break
 		}
 		if tries == 1 {
-			return fmt.Errorf("%w: %w", errDump, err)
+			return fmt.Errorf("%w: %w", errCRIU, err)
 		}
 		if err := os.RemoveAll(r.images()); err != nil {
 			return err
@@ -236,6 +238,9 @@ func (r *run) restore(ctx context.Context, c *checkpoint, o options) (err error)
 	go func() { served <- l.Serve(serving, handler{p}) }()
 	err = r.runCRIU(ctx, "restore", "--lazy-pages", "--restore-detached")
 	if err != nil {
+		if r.running && strings.Contains(err.Error(), "Unable to detach") {
+			err = fmt.Errorf("%w: %w", errCRIU, err)
+		}
 		stop()
 		return errors.Join(err, <-served)
 	}

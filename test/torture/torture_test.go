@@ -92,8 +92,8 @@ func isolated(ctx context.Context, b *built, part, dir string) (string, error) {
 	return text, nil
 }
 
-// statusDump is the exit status for what CRIU cannot dump.
-const statusDump = 3
+// statusCRIU is the exit status for errCRIU.
+const statusCRIU = 3
 
 // runInner is what isolated runs.
 func runInner(part string) int {
@@ -119,8 +119,8 @@ func runInner(part string) int {
 	}
 	if err != nil {
 		fmt.Println(err)
-		if errors.Is(err, errDump) {
-			return statusDump
+		if errors.Is(err, errCRIU) {
+			return statusCRIU
 		}
 		return 1
 	}
@@ -221,9 +221,9 @@ func runSeeds(t *testing.T, list []uint64) {
 				done++
 				var exit *exec.ExitError
 				switch {
-				case errors.As(err, &exit) && exit.ExitCode() == statusDump:
+				case errors.As(err, &exit) && exit.ExitCode() == statusCRIU:
 					refused = append(refused, fmt.Sprint(seed))
-					t.Logf("seed %d: not dumped: %v", seed, err)
+					t.Logf("seed %d: %v", seed, err)
 				case err != nil:
 					failed = append(failed, fmt.Sprint(seed))
 					t.Errorf("seed %d: %v", seed, err)
@@ -239,9 +239,9 @@ func runSeeds(t *testing.T, list []uint64) {
 	}
 	close(next)
 	wg.Wait()
-	t.Logf("%d runs, %d failed %v, %d not dumped by CRIU %v", done, len(failed), failed, len(refused), refused)
-	if len(refused)*10 > len(list) {
-		t.Errorf("CRIU refused to dump too many")
+	t.Logf("%d runs, %d failed %v, %d given up by CRIU %v", done, len(failed), failed, len(refused), refused)
+	if len(refused)*4 > len(list)+8 {
+		t.Errorf("CRIU gave too many up")
 	}
 }
 
