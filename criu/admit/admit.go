@@ -103,10 +103,13 @@ func (r *Refusal) Is(target error) bool { return target == errdefs.ErrFailedPrec
 // Options are what a check needs to know of the node. The zero value is right
 // for a check that does not have the container's root filesystem.
 type Options struct {
-	// Rootfs is the container's root filesystem on this node. With it, mount
-	// destinations are resolved through the links in it, as the runtime does
-	// before it names mounts to CRIU. Without it a destination and a mount of the
-	// same path without /var match for /var/run only.
+	// Rootfs is where the container's root filesystem is mounted. With it, links in
+	// it are followed: in mount destinations, as the runtime does before it names
+	// mounts to CRIU, and in the paths of files and sockets, as CRIU does when it
+	// opens them as root. Without it a destination and a mount of the same path
+	// without /var match for /var/run only, and paths are taken for what they say:
+	// that is good for an early answer, but no restore may go without a check that
+	// has a root filesystem.
 	Rootfs string
 	// Exists reports whether a path below /proc or /sys is there on this node:
 	// the runtime masks only paths that are. nil stands for this process's own.
@@ -127,7 +130,7 @@ func Check(d *image.Dir, spec *specs.Spec, opts Options) error {
 			return err == nil
 		}
 	}
-	c := &check{dir: d, spec: spec, opts: opts}
+	c := &check{dir: d, spec: spec, opts: opts, tmpfsLinks: make(map[string]bool)}
 	// Names first: nothing else is read from a directory with strangers in it.
 	if err := c.names(); err != nil {
 		return err
@@ -136,6 +139,12 @@ func Check(d *image.Dir, spec *specs.Spec, opts Options) error {
 		return &Refusal{c.found}
 	}
 	var err error
+	if opts.Rootfs != "" {
+		if c.rootfs, err = openRootfs(opts.Rootfs); err != nil {
+			return err
+		}
+		defer c.rootfs.close()
+	}
 	if c.inventory, err = d.Inventory(); err != nil {
 		return err
 	}
@@ -144,7 +153,7 @@ func Check(d *image.Dir, spec *specs.Spec, opts Options) error {
 	}
 	for _, theme := range []func() error{
 		c.dump, c.namespaces, c.capabilities, c.confinement, c.identities, c.limits,
-		c.mounts, c.files, c.ghosts, c.archives, c.cgroups, c.memory,
+		c.mounts, c.archives, c.files, c.ghosts, c.cgroups, c.memory,
 	} {
 		if err := theme(); err != nil {
 			if len(c.found) > 0 { // what came first is the better reason
@@ -167,7 +176,11 @@ type check struct {
 	inventory *image.Inventory
 	tasks     []image.Task
 	places    map[string]specs.Mount // see destinations
-	found     []Difference
+	rootfs    *rootfs                // nil without one
+	// tmpfsLinks are the symbolic links in all tmpfs mounts, without their mount
+	// points.
+	tmpfsLinks map[string]bool
+	found      []Difference
 }
 
 func (c *check) refuse(d Difference) {

@@ -5,6 +5,7 @@ package admit
 import (
 	"archive/tar"
 	"errors"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -379,7 +380,12 @@ func TestResolvesDestinations(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	c := &check{opts: Options{Rootfs: rootfs}}
+	r, err := openRootfs(rootfs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.close()
+	c := &check{rootfs: r}
 	for in, want := range map[string]string{
 		"/var/run/x/y": "/run/x/y", "/data/up/z": "/run/z", "/data/loop": "/data/loop", "/none/x": "/none/x", "/": "/", "a//b": "/a/b",
 	} {
@@ -504,6 +510,195 @@ func TestRefusesWaysAroundFilesOfVolumes(t *testing.T) {
 	}
 }
 
+// rootfsWith makes a root filesystem of links, and a file so that it is not empty.
+func rootfsWith(t *testing.T, links map[string]string) string {
+	t.Helper()
+	rootfs := t.TempDir()
+	for link, target := range links {
+		p := filepath.Join(rootfs, link)
+		if err := os.MkdirAll(filepath.Dir(p), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Symlink(target, p); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.WriteFile(filepath.Join(rootfs, "file"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	return rootfs
+}
+
+// checkIn checks as a pod whose user is not root, with a volume at /data.
+func checkIn(t *testing.T, rootfs, volume string, change func(d *dump, s *specs.Spec)) error {
+	t.Helper()
+	d, s := ordinary(), spec()
+	unprivileged(d, s)
+	s.Process.Capabilities = &specs.LinuxCapabilities{}
+	for _, c := range d.cores {
+		c.ThreadCore.Creds.CapBnd = words(0)
+	}
+	s.Mounts = append(s.Mounts, specs.Mount{Destination: "/data", Source: volume, Type: "bind"})
+	change(d, s)
+	dir, err := image.Open(d.write(t))
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	return Check(dir, s, Options{Rootfs: rootfs, Exists: func(p string) bool { return p != "/proc/absent" }})
+}
+
+// CRIU follows links of the root filesystem, of tmpfs mounts and of /proc as
+// root: no such way may lead to what the pod's user could not open.
+func TestRefusesLinksIntoVolumes(t *testing.T) {
+	volume := t.TempDir()
+	if err := os.Chmod(volume, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for file, mode := range map[string]os.FileMode{"secret": 0o600, "open": 0o644} {
+		if err := os.WriteFile(filepath.Join(volume, file), nil, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	rootfs := rootfsWith(t, map[string]string{
+		"var/run": "/run", "link": "/data", "app/up": "../data/secret", "app/open": "/data/open", "far": "app/../link/secret",
+		"dots": "/data/../data/secret", "loop": "/loop", "out": "../../../../../data", "self": "/proc/self/root", "fds": "/dev/fd",
+	})
+	open := func(p string) func(*dump, *specs.Spec) {
+		return func(d *dump, _ *specs.Spec) { d.files = append(d.files, regular(9, p, unix.S_IFREG|0o644)) }
+	}
+	flags := func(p string, flags uint32) func(*dump, *specs.Spec) {
+		return func(d *dump, s *specs.Spec) {
+			open(p)(d, s)
+			d.files[len(d.files)-1].Reg.Flags = proto.Uint32(flags)
+		}
+	}
+	remap := func(target string) func(*dump, *specs.Spec) {
+		return func(d *dump, _ *specs.Spec) {
+			d.files = append(d.files, regular(10, "/tmp/new", unix.S_IFREG|0o644), regular(11, target, unix.S_IFREG|0o644))
+			d.extra["remap-fpath.img"] = frame(t, 0x59133954, &remap_file_path.RemapFilePathEntry{
+				OrigId: proto.Uint32(10), RemapId: proto.Uint32(11), RemapType: remap_file_path.RemapType_LINKED.Enum(),
+			})
+		}
+	}
+	const stray = "leads through links"
+	for name, tc := range map[string]struct {
+		change func(d *dump, s *specs.Spec)
+		want   string // "" if it is admitted
+	}{
+		"nothing":                 {func(*dump, *specs.Spec) {}, ""},
+		"a link to a folder":      {open("/link/secret"), "/link/secret, a link to /data/secret"},
+		"a relative link":         {open("/app/up"), "/app/up, a link to /data/secret"},
+		"a link over another":     {open("/far"), "/far, a link to /data/secret"},
+		"a link out of the root":  {open("/out/secret"), "/out/secret, a link to /data/secret"},
+		"up from a volume":        {open("/dots"), stray},
+		"in a circle":             {open("/loop"), stray},
+		"a process's root":        {open("/proc/1/root/data/secret"), stray},
+		"a process's folder":      {open("/proc/1/task/1/cwd"), stray},
+		"a process's files":       {open("/proc/1/fd/3"), stray},
+		"a link to one":           {open("/self/data/secret"), stray},
+		"a link to a tmpfs' link": {open("/fds/3"), stray},
+		"a link of a tmpfs":       {open("/dev/fd/3"), stray},
+		"a file of /proc":         {open("/proc/1/status"), ""},
+		"a folder of /proc":       {open("/proc/1/fd"), ""},
+		"what the user may open":  {open("/app/open"), ""},
+		"elsewhere":               {open("/var/run/x"), ""},
+		"the link itself":         {flags("/app/up", unix.O_PATH|unix.O_NOFOLLOW), ""},
+		"a name through a link":   {remap("/link/open"), "deleted and to be linked anew"},
+		"root": {func(d *dump, s *specs.Spec) {
+			open("/link/secret")(d, s)
+			s.Process.Capabilities = capSets("CAP_DAC_OVERRIDE")
+			s.Process.User = specs.User{}
+			for _, c := range d.cores {
+				c.ThreadCore.Creds = credsOf(0, 0)
+				c.ThreadCore.Creds.CapBnd = words(0)
+			}
+		}, ""},
+	} {
+		err := checkIn(t, rootfs, volume, tc.change)
+		if tc.want == "" && err != nil || tc.want != "" && (err == nil || !strings.Contains(err.Error(), tc.want)) {
+			t.Errorf("%s: %v, want %q", name, err, tc.want)
+		}
+	}
+	// Without the root filesystem, the links are not known.
+	if err := checkIn(t, "", volume, open("/link/secret")); err != nil {
+		t.Errorf("without a root filesystem: %v", err)
+	}
+	if err := checkIn(t, t.TempDir(), volume, open("/x")); err == nil || !strings.Contains(err.Error(), "mount namespace") {
+		t.Errorf("an empty root filesystem: %v", err)
+	}
+}
+
+// CRIU binds sockets as root and removes what was there: the pod's user must have
+// been able to.
+func TestRefusesSocketsInVolumes(t *testing.T) {
+	volume := t.TempDir()
+	me := uint32(os.Getuid())
+	for dir, mode := range map[string]os.FileMode{"": 0o755, "wide": 0o777, "narrow": 0o755, "closed": 0o700} {
+		p := filepath.Join(volume, dir)
+		if err := os.MkdirAll(p, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chmod(p, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.WriteFile(filepath.Join(volume, "wide", "file"), nil, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	l, err := net.Listen("unix", filepath.Join(volume, "wide", "other"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	rootfs := rootfsWith(t, map[string]string{"var/run": "/run", "link": "/data/narrow", "sock": "/data/narrow/new"})
+	for _, tc := range []struct {
+		dir, name string
+		owner     *uint32 // of the file, in the images
+		user      uint32
+		want      string // "" if it is admitted
+	}{
+		{"", "", nil, 1000, ""},
+		{"", "\x00/data/narrow/abstract", nil, 1000, ""},
+		{"", "/tmp/new", nil, 1000, ""},
+		{"", "/var/run/new", nil, 1000, ""},
+		{"", "/data/wide/new", nil, 1000, ""},
+		{"", "/data/wide/new\x00", proto.Uint32(1000), 1000, ""},
+		{"", "/data/wide/new", proto.Uint32(0), 1000, "/data/wide/new of user 0"},
+		{"", "/data/wide/other", nil, 1000, "/data/wide/other, the pod's spec has a user who may not bind it"},
+		{"", "/data/wide/other", nil, me, ""},
+		{"", "/data/wide/file", nil, me, "may not bind it"},
+		{"", "/data/narrow/new", nil, 1000, "may not bind it"},
+		{"", "/data/closed/new", nil, 1000, "may not bind it"},
+		{"", "/data", nil, me, "may not bind it"},
+		{"", "/link/new", nil, 1000, "/link/new, a link to /data/narrow/new"},
+		{"", "/sock", nil, 1000, ""}, // the name itself is not followed
+		{"/data/narrow", "new", nil, 1000, "/data/narrow/new"},
+		{"/data/wide", "../narrow/new", nil, 1000, "leads through links"},
+		{"/link", "new", nil, 1000, "/link/new, a link to /data/narrow/new"},
+	} {
+		err := checkIn(t, rootfs, volume, func(d *dump, s *specs.Spec) {
+			for _, c := range d.cores {
+				c.ThreadCore.Creds = credsOf(tc.user, 0)
+				c.ThreadCore.Creds.CapBnd = words(0)
+			}
+			s.Process.User = specs.User{UID: tc.user, GID: tc.user}
+			f := typed(fdinfo.FdTypes_UNIXSK)
+			f.Usk = &sk_unix.UnixSkEntry{Name: []byte(tc.name), Fown: owner(0, 0), Opts: &sk_opts.SkOptsEntry{}}
+			if tc.dir != "" {
+				f.Usk.NameDir = proto.String(tc.dir)
+			}
+			if tc.owner != nil {
+				f.Usk.FilePerms = &sk_unix.FilePermsEntry{Mode: proto.Uint32(0o755), Uid: tc.owner, Gid: tc.owner}
+			}
+			d.files = append(d.files, f)
+		})
+		if tc.want == "" && err != nil || tc.want != "" && (err == nil || !strings.Contains(err.Error(), tc.want)) {
+			t.Errorf("%q in %q by user %d: %v, want %q", tc.name, tc.dir, tc.user, err, tc.want)
+		}
+	}
+}
+
 func typed(typ fdinfo.FdTypes) *fdinfo.FileEntry {
 	return &fdinfo.FileEntry{Type: typ.Enum(), Id: proto.Uint32(9)}
 }
@@ -522,7 +717,7 @@ func FuzzArchive(f *testing.F) {
 			t.Fatal(err)
 		}
 		defer d.Close()
-		c := &check{dir: d, spec: spec()}
+		c := &check{dir: d, spec: spec(), tmpfsLinks: make(map[string]bool)}
 		if err := c.archives(); err != nil && !errors.Is(err, image.ErrFormat) {
 			t.Fatalf("error %v is not ErrFormat", err)
 		}

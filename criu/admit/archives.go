@@ -92,7 +92,7 @@ func (c *check) archived(file string, h *tar.Header, links map[string]bool) {
 	switch h.Typeflag {
 	case tar.TypeReg, tar.TypeDir, tar.TypeFifo, tar.TypeGNUSparse:
 	case tar.TypeSymlink:
-		links[name] = true
+		links[name], c.tmpfsLinks[name] = true, true
 	case tar.TypeLink:
 		if t := path.Clean(h.Linkname); path.IsAbs(t) || t == ".." || strings.HasPrefix(t, "../") {
 			bad("a hard link that leads out of it")

@@ -71,6 +71,8 @@ func (c *check) file(f *image.OpenFile) {
 			Field: "unix socket", Image: "a connection out of the container (" + quote(f.Unix.Name) + ")", Spec: "no such connection",
 			Remedy: "close it before the checkpoint",
 		})
+	case f.Unix != nil:
+		c.socket(f.Unix)
 	}
 }
 

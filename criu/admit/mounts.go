@@ -91,7 +91,7 @@ func (c *check) destinations() map[string]specs.Mount {
 	}
 	out := make(map[string]specs.Mount)
 	for _, m := range c.spec.Mounts {
-		if c.opts.Rootfs == "" {
+		if c.rootfs == nil {
 			out[path.Clean("/"+m.Destination)] = m
 		}
 		out[c.resolve(m.Destination)] = m

@@ -3,6 +3,7 @@
 package admit
 
 import (
+	"fmt"
 	"path"
 	"slices"
 	"strings"
@@ -22,7 +23,12 @@ func (c *check) volume(r *image.Regular) {
 	if c.maySet(capDACOverride) {
 		return
 	}
-	m, rest, ok := c.mountOf(r.Path)
+	at, ok := c.walk(r.Path, r.Flags&unix.O_NOFOLLOW == 0, c.destinations())
+	if !ok {
+		c.stray("open file", r.Path)
+		return
+	}
+	m, rest, ok := c.mountOf(at)
 	if !ok || m.Source == "" {
 		return
 	}
@@ -38,9 +44,75 @@ func (c *check) volume(r *image.Regular) {
 	}
 	if !c.mayOpen(m.Source, rest, want) {
 		c.refuse(Difference{
-			Field: "open file", Image: quote(r.Path), Spec: "a user who may not open it", Remedy: "let the pod's user access the file in the volume, or close it before the checkpoint",
+			Field: "open file", Image: linked(r.Path, at), Spec: "a user who may not open it", Remedy: "let the pod's user access the file in the volume, or close it before the checkpoint",
 		})
 	}
+}
+
+// stray refuses a path that leads through a link whose end cannot be told, such
+// as those in /proc.
+func (c *check) stray(field, p string) {
+	c.refuse(Difference{
+		Field: field, Image: quote(p) + ", which leads through links", Spec: "paths that can be checked",
+		Remedy: "the image's root filesystem is not the one that was dumped: make the checkpoint again",
+	})
+}
+
+// linked names a path, and its end if that is another.
+func linked(p, end string) string {
+	if p == end {
+		return quote(p)
+	}
+	return quote(p) + ", a link to " + quote(end)
+}
+
+// socket checks that the pod's user could have bound a unix socket that lies in a
+// volume: CRIU removes, as root, what is at its path, binds anew, and gives it the
+// owner that the images name.
+func (c *check) socket(u *image.Unix) {
+	name, _, _ := strings.Cut(u.Name, "\x00") // "" for one without a path
+	if name == "" || c.maySet(capDACOverride) {
+		return
+	}
+	p := name
+	if !strings.HasPrefix(p, "/") {
+		p = u.Dir + "/" + name
+	}
+	at, ok := c.walk(p, false, c.destinations())
+	if !ok {
+		c.stray("unix socket", p)
+		return
+	}
+	m, rest, ok := c.mountOf(at)
+	if !ok {
+		return
+	}
+	user := c.spec.Process.User
+	if !c.mayBind(m.Source, rest) {
+		c.refuse(Difference{
+			Field: "unix socket", Image: linked(p, at), Spec: "a user who may not bind it", Remedy: "let the pod's user write the folder in the volume and own the socket there, or close it before the checkpoint",
+		})
+	}
+	if o := u.File; o != nil && (o.UID != user.UID || o.GID != user.GID && !slices.Contains(user.AdditionalGids, o.GID)) {
+		c.refuse(Difference{
+			Field: "unix socket", Image: fmt.Sprintf("%s of user %d and group %d", linked(p, at), o.UID, o.GID), Spec: "a user who may not give that away", Remedy: "restore in a pod with the checkpoint's user and groups",
+		})
+	}
+}
+
+// mayBind reports whether the pod's user could replace the socket at a path in a
+// volume: it may write the folder, and what is there is a socket of its own.
+func (c *check) mayBind(source, rest string) bool {
+	const writeAndSearch = 3
+	rest = strings.Trim(rest, "/")
+	if source == "" || rest == "" || !c.mayOpen(source, path.Dir(rest), writeAndSearch) {
+		return false
+	}
+	var st unix.Stat_t
+	if err := unix.Lstat(path.Join(source, rest), &st); err != nil {
+		return err == unix.ENOENT
+	}
+	return st.Mode&unix.S_IFMT == unix.S_IFSOCK && st.Uid == c.spec.Process.User.UID
 }
 
 // mapped checks mapped files as volume does: CRIU opens them anew, with flags of
@@ -75,7 +147,12 @@ func (c *check) links(files []image.OpenFile, paths map[uint32]string) error {
 			continue
 		}
 		for _, p := range []string{paths[files[i].ID], paths[target]} {
-			if _, _, ok := c.mountOf(p); ok {
+			at, ok := c.walk(p, false, c.destinations())
+			if !ok {
+				c.stray("open file", p)
+				continue
+			}
+			if _, _, ok := c.mountOf(at); ok {
 				c.refuse(Difference{Field: "open file", Image: quote(p) + ", deleted and to be linked anew", Spec: "a user who may not do that in a volume", Remedy: "close it before the checkpoint"})
 			}
 		}
@@ -103,7 +180,7 @@ func (c *check) mountOf(p string) (m specs.Mount, rest string, ok bool) {
 // left to CRIU, which says so.
 func (c *check) mayOpen(source, rest string, want uint32) bool {
 	parts := strings.Split(strings.Trim(rest, "/"), "/")
-	if parts[0] == "" {
+	if parts[0] == "" || parts[0] == "." {
 		parts = nil
 	}
 	at := path.Clean(source)

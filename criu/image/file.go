@@ -107,8 +107,13 @@ type Unix struct {
 	Dir     string // that a relative path begins in
 	Flags   uint32 // of CRIU: 1 external, 2 its peer is external (UnixExternal)
 	Deleted bool
-	NetNS   uint32
+	// File is who owns the socket's file; nil if the image does not say.
+	File  *FileOwner
+	NetNS uint32
 }
+
+// FileOwner is the user and the group of a file.
+type FileOwner struct{ UID, GID uint32 }
 
 // Bits of Unix.Flags (CRIU, criu/include/sk-unix.h).
 const (
@@ -189,10 +194,14 @@ func openFile(e *fdinfo.FileEntry) (OpenFile, error) {
 }
 
 func unixSocket(s *sk_unix.UnixSkEntry) *Unix {
-	return &Unix{
+	u := &Unix{
 		Inode: s.GetIno(), Peer: s.GetPeer(), Type: s.GetType(), State: s.GetState(), Name: string(s.GetName()),
 		Dir: s.GetNameDir(), Flags: s.GetUflags(), Deleted: s.GetDeleted(), NetNS: s.GetNsId(),
 	}
+	if p := s.GetFilePerms(); p != nil {
+		u.File = &FileOwner{UID: p.GetUid(), GID: p.GetGid()}
+	}
+	return u
 }
 
 func inet(s *sk_inet.InetSkEntry) (*Inet, error) {
