@@ -47,6 +47,7 @@ type restored struct {
 	dir           string // all that the restore needs for itself; see scratchDir
 	work          string // CRIU's work directory: its socket and its log
 	config        string // CRIU's configuration file
+	rootfs        string // where the root filesystem is once the task is created
 	prepared      *api.PrepareResponse
 	service       *service
 	pod           string // namespace/name, of CRI containers
@@ -96,6 +97,9 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 			c.close(ctx)
 		}
 	}()
+	if c.rootfs, err = rootfsOf(r.Bundle, spec); err != nil {
+		return nil, err
+	}
 	if c.cgroups, err = cgroupDirs(spec, opts.SystemdCgroup); err != nil {
 		return nil, err
 	}
@@ -145,6 +149,17 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	go c.serve(run)
 	go c.report(run)
 	return c, nil
+}
+
+// rootfsOf returns where runc finds a container's root filesystem.
+func rootfsOf(bundle string, spec *specs.Spec) (string, error) {
+	switch {
+	case spec.Root == nil || spec.Root.Path == "":
+		return "", errors.New("the container's spec names no root filesystem")
+	case filepath.IsAbs(spec.Root.Path):
+		return spec.Root.Path, nil
+	}
+	return filepath.Join(bundle, spec.Root.Path), nil
 }
 
 // scratchDir is the folder of one restore: CRIU's images as this container gets
@@ -260,6 +275,9 @@ func (c *restored) kill() error {
 // start restores the container by starting the task that was created with a
 // checkpoint. When it returns without error the processes run.
 func (c *restored) start(ctx context.Context, upstream func(context.Context) (*taskapi.StartResponse, error)) (*taskapi.StartResponse, error) {
+	if err := c.admit(ctx); err != nil {
+		return nil, err
+	}
 	resp, err := upstream(ctx)
 	c.mu.Lock()
 	failure := c.failure
@@ -289,6 +307,23 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 		err = failure
 	}
 	return nil, c.explain(err)
+}
+
+// admit asks the daemon again whether the restore may be: Create has mounted the
+// root filesystem, whose links could lead CRIU elsewhere than the images say.
+func (c *restored) admit(ctx context.Context) error {
+	err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
+		_, err := n.Admit(ctx, &api.AdmitRequest{RestoreId: c.prepared.RestoreId, Rootfs: c.rootfs})
+		return err
+	})
+	if err == nil {
+		return nil
+	}
+	err = fmt.Errorf("thaw: %w", err)
+	c.mu.Lock()
+	c.failure = err
+	c.mu.Unlock()
+	return err
 }
 
 // explain makes the one line that tells why a restore failed, and keeps CRIU's

@@ -5,7 +5,8 @@
 // image holds a checkpoint is restored from it.
 //
 //	Create      decides; prepares the restore (the daemon resolves and checks)
-//	Start       runs `runc restore` while the fault handler fills pages
+//	Start       has the daemon check again, now in the root filesystem; runs `runc restore`
+//	            while the fault handler fills pages
 //	Stats       reads the cgroup, which runc's service does not know of a restored container
 //	Checkpoint  completes a restored container's memory first
 //	Delete      ends the fault handler once the container is gone

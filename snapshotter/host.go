@@ -77,12 +77,13 @@ func same(a, b os.FileInfo) bool {
 	return a != nil && b != nil && os.SameFile(a, b) && a.Size() == b.Size() && a.ModTime().Equal(b.ModTime())
 }
 
-// admitImages decides whether CRIU images may be restored under a spec.
-func admitImages(_ context.Context, images string, spec *specs.Spec) error {
+// admitImages decides whether CRIU images may be restored under a spec, in a root
+// filesystem if it is known.
+func admitImages(_ context.Context, images, rootfs string, spec *specs.Spec) error {
 	d, err := image.Open(images)
 	if err != nil {
 		return err
 	}
 	defer d.Close()
-	return admit.Check(d, spec, admit.Options{})
+	return admit.Check(d, spec, admit.Options{Rootfs: rootfs})
 }

@@ -35,6 +35,18 @@ func (s *service) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.Pr
 	return resp, nil
 }
 
+func (s *service) Admit(ctx context.Context, req *api.AdmitRequest) (*api.AdmitResponse, error) {
+	begin := time.Now()
+	err := s.restores.Admit(ctx, req.GetRestoreId(), req.GetRootfs())
+	lg := log.G(ctx).WithField("restore", req.GetRestoreId()).WithField("took", time.Since(begin))
+	if err != nil {
+		lg.WithError(err).Error("restore refused")
+		return nil, api.ToStatus(err)
+	}
+	lg.Info("restore admitted")
+	return &api.AdmitResponse{}, nil
+}
+
 func (s *service) Fetch(ctx context.Context, req *api.FetchRequest) (*api.FetchResponse, error) {
 	if err := s.restores.Fetch(ctx, req); err != nil {
 		return nil, api.ToStatus(err)

@@ -248,6 +248,94 @@ func (x *Store) GetPresent() string {
 	return ""
 }
 
+type AdmitRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	RestoreId     string                 `protobuf:"bytes,1,opt,name=restore_id,json=restoreId,proto3" json:"restore_id,omitempty"`
+	Rootfs        string                 `protobuf:"bytes,2,opt,name=rootfs,proto3" json:"rootfs,omitempty"` // absolute path of the mounted root filesystem
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdmitRequest) Reset() {
+	*x = AdmitRequest{}
+	mi := &file_node_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdmitRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdmitRequest) ProtoMessage() {}
+
+func (x *AdmitRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_node_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdmitRequest.ProtoReflect.Descriptor instead.
+func (*AdmitRequest) Descriptor() ([]byte, []int) {
+	return file_node_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *AdmitRequest) GetRestoreId() string {
+	if x != nil {
+		return x.RestoreId
+	}
+	return ""
+}
+
+func (x *AdmitRequest) GetRootfs() string {
+	if x != nil {
+		return x.Rootfs
+	}
+	return ""
+}
+
+type AdmitResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AdmitResponse) Reset() {
+	*x = AdmitResponse{}
+	mi := &file_node_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdmitResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdmitResponse) ProtoMessage() {}
+
+func (x *AdmitResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_node_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdmitResponse.ProtoReflect.Descriptor instead.
+func (*AdmitResponse) Descriptor() ([]byte, []int) {
+	return file_node_proto_rawDescGZIP(), []int{4}
+}
+
 type FetchRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	RestoreId     string                 `protobuf:"bytes,1,opt,name=restore_id,json=restoreId,proto3" json:"restore_id,omitempty"`
@@ -260,7 +348,7 @@ type FetchRequest struct {
 
 func (x *FetchRequest) Reset() {
 	*x = FetchRequest{}
-	mi := &file_node_proto_msgTypes[3]
+	mi := &file_node_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -272,7 +360,7 @@ func (x *FetchRequest) String() string {
 func (*FetchRequest) ProtoMessage() {}
 
 func (x *FetchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[3]
+	mi := &file_node_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -285,7 +373,7 @@ func (x *FetchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FetchRequest.ProtoReflect.Descriptor instead.
 func (*FetchRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{3}
+	return file_node_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *FetchRequest) GetRestoreId() string {
@@ -324,7 +412,7 @@ type FetchResponse struct {
 
 func (x *FetchResponse) Reset() {
 	*x = FetchResponse{}
-	mi := &file_node_proto_msgTypes[4]
+	mi := &file_node_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -336,7 +424,7 @@ func (x *FetchResponse) String() string {
 func (*FetchResponse) ProtoMessage() {}
 
 func (x *FetchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[4]
+	mi := &file_node_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -349,7 +437,7 @@ func (x *FetchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FetchResponse.ProtoReflect.Descriptor instead.
 func (*FetchResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{4}
+	return file_node_proto_rawDescGZIP(), []int{6}
 }
 
 type ReportRequest struct {
@@ -361,7 +449,7 @@ type ReportRequest struct {
 
 func (x *ReportRequest) Reset() {
 	*x = ReportRequest{}
-	mi := &file_node_proto_msgTypes[5]
+	mi := &file_node_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -373,7 +461,7 @@ func (x *ReportRequest) String() string {
 func (*ReportRequest) ProtoMessage() {}
 
 func (x *ReportRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[5]
+	mi := &file_node_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -386,7 +474,7 @@ func (x *ReportRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportRequest.ProtoReflect.Descriptor instead.
 func (*ReportRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{5}
+	return file_node_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ReportRequest) GetStatus() *Status {
@@ -404,7 +492,7 @@ type ReportResponse struct {
 
 func (x *ReportResponse) Reset() {
 	*x = ReportResponse{}
-	mi := &file_node_proto_msgTypes[6]
+	mi := &file_node_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -416,7 +504,7 @@ func (x *ReportResponse) String() string {
 func (*ReportResponse) ProtoMessage() {}
 
 func (x *ReportResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[6]
+	mi := &file_node_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -429,7 +517,7 @@ func (x *ReportResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportResponse.ProtoReflect.Descriptor instead.
 func (*ReportResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{6}
+	return file_node_proto_rawDescGZIP(), []int{8}
 }
 
 type RecordRequest struct {
@@ -442,7 +530,7 @@ type RecordRequest struct {
 
 func (x *RecordRequest) Reset() {
 	*x = RecordRequest{}
-	mi := &file_node_proto_msgTypes[7]
+	mi := &file_node_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -454,7 +542,7 @@ func (x *RecordRequest) String() string {
 func (*RecordRequest) ProtoMessage() {}
 
 func (x *RecordRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[7]
+	mi := &file_node_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -467,7 +555,7 @@ func (x *RecordRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecordRequest.ProtoReflect.Descriptor instead.
 func (*RecordRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{7}
+	return file_node_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *RecordRequest) GetRestoreId() string {
@@ -492,7 +580,7 @@ type RecordResponse struct {
 
 func (x *RecordResponse) Reset() {
 	*x = RecordResponse{}
-	mi := &file_node_proto_msgTypes[8]
+	mi := &file_node_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -504,7 +592,7 @@ func (x *RecordResponse) String() string {
 func (*RecordResponse) ProtoMessage() {}
 
 func (x *RecordResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[8]
+	mi := &file_node_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -517,7 +605,7 @@ func (x *RecordResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecordResponse.ProtoReflect.Descriptor instead.
 func (*RecordResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{8}
+	return file_node_proto_rawDescGZIP(), []int{10}
 }
 
 type WorkingSetRequest struct {
@@ -529,7 +617,7 @@ type WorkingSetRequest struct {
 
 func (x *WorkingSetRequest) Reset() {
 	*x = WorkingSetRequest{}
-	mi := &file_node_proto_msgTypes[9]
+	mi := &file_node_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -541,7 +629,7 @@ func (x *WorkingSetRequest) String() string {
 func (*WorkingSetRequest) ProtoMessage() {}
 
 func (x *WorkingSetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[9]
+	mi := &file_node_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -554,7 +642,7 @@ func (x *WorkingSetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WorkingSetRequest.ProtoReflect.Descriptor instead.
 func (*WorkingSetRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{9}
+	return file_node_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WorkingSetRequest) GetDigest() string {
@@ -573,7 +661,7 @@ type WorkingSetResponse struct {
 
 func (x *WorkingSetResponse) Reset() {
 	*x = WorkingSetResponse{}
-	mi := &file_node_proto_msgTypes[10]
+	mi := &file_node_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -585,7 +673,7 @@ func (x *WorkingSetResponse) String() string {
 func (*WorkingSetResponse) ProtoMessage() {}
 
 func (x *WorkingSetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[10]
+	mi := &file_node_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -598,7 +686,7 @@ func (x *WorkingSetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WorkingSetResponse.ProtoReflect.Descriptor instead.
 func (*WorkingSetResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{10}
+	return file_node_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *WorkingSetResponse) GetWorkingSet() []byte {
@@ -617,7 +705,7 @@ type ReleaseRequest struct {
 
 func (x *ReleaseRequest) Reset() {
 	*x = ReleaseRequest{}
-	mi := &file_node_proto_msgTypes[11]
+	mi := &file_node_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -629,7 +717,7 @@ func (x *ReleaseRequest) String() string {
 func (*ReleaseRequest) ProtoMessage() {}
 
 func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[11]
+	mi := &file_node_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -642,7 +730,7 @@ func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{11}
+	return file_node_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ReleaseRequest) GetRestoreId() string {
@@ -660,7 +748,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_node_proto_msgTypes[12]
+	mi := &file_node_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -672,7 +760,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[12]
+	mi := &file_node_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -685,7 +773,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{12}
+	return file_node_proto_rawDescGZIP(), []int{14}
 }
 
 type ListRequest struct {
@@ -696,7 +784,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_node_proto_msgTypes[13]
+	mi := &file_node_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -708,7 +796,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[13]
+	mi := &file_node_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -721,7 +809,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{13}
+	return file_node_proto_rawDescGZIP(), []int{15}
 }
 
 type ListResponse struct {
@@ -733,7 +821,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_node_proto_msgTypes[14]
+	mi := &file_node_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -745,7 +833,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[14]
+	mi := &file_node_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -758,7 +846,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{14}
+	return file_node_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ListResponse) GetRestores() []*Status {
@@ -793,7 +881,7 @@ type Status struct {
 
 func (x *Status) Reset() {
 	*x = Status{}
-	mi := &file_node_proto_msgTypes[15]
+	mi := &file_node_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -805,7 +893,7 @@ func (x *Status) String() string {
 func (*Status) ProtoMessage() {}
 
 func (x *Status) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[15]
+	mi := &file_node_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -818,7 +906,7 @@ func (x *Status) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Status.ProtoReflect.Descriptor instead.
 func (*Status) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{15}
+	return file_node_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Status) GetRestoreId() string {
@@ -959,7 +1047,12 @@ const file_node_proto_rawDesc = "" +
 	"pagesTotal\"5\n" +
 	"\x05Store\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\tR\x04data\x12\x18\n" +
-	"\apresent\x18\x02 \x01(\tR\apresent\"q\n" +
+	"\apresent\x18\x02 \x01(\tR\apresent\"E\n" +
+	"\fAdmitRequest\x12\x1d\n" +
+	"\n" +
+	"restore_id\x18\x01 \x01(\tR\trestoreId\x12\x16\n" +
+	"\x06rootfs\x18\x02 \x01(\tR\x06rootfs\"\x0f\n" +
+	"\rAdmitResponse\"q\n" +
 	"\fFetchRequest\x12\x1d\n" +
 	"\n" +
 	"restore_id\x18\x01 \x01(\tR\trestoreId\x12\x12\n" +
@@ -1007,9 +1100,10 @@ const file_node_proto_rawDesc = "" +
 	"\rremote_faults\x18\r \x01(\x04R\fremoteFaults\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x0e \x01(\x03R\rstartedUnixNs\x12\x10\n" +
 	"\x03pod\x18\x0f \x01(\tR\x03pod\x12'\n" +
-	"\x0frecorded_chunks\x18\x10 \x01(\x04R\x0erecordedChunks2\xf2\x03\n" +
+	"\x0frecorded_chunks\x18\x10 \x01(\x04R\x0erecordedChunks2\xb4\x04\n" +
 	"\x04Node\x12F\n" +
 	"\aPrepare\x12\x1c.thaw.node.v1.PrepareRequest\x1a\x1d.thaw.node.v1.PrepareResponse\x12@\n" +
+	"\x05Admit\x12\x1a.thaw.node.v1.AdmitRequest\x1a\x1b.thaw.node.v1.AdmitResponse\x12@\n" +
 	"\x05Fetch\x12\x1a.thaw.node.v1.FetchRequest\x1a\x1b.thaw.node.v1.FetchResponse\x12C\n" +
 	"\x06Report\x12\x1b.thaw.node.v1.ReportRequest\x1a\x1c.thaw.node.v1.ReportResponse\x12C\n" +
 	"\x06Record\x12\x1b.thaw.node.v1.RecordRequest\x1a\x1c.thaw.node.v1.RecordResponse\x12O\n" +
@@ -1030,45 +1124,49 @@ func file_node_proto_rawDescGZIP() []byte {
 	return file_node_proto_rawDescData
 }
 
-var file_node_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_node_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_node_proto_goTypes = []any{
 	(*PrepareRequest)(nil),     // 0: thaw.node.v1.PrepareRequest
 	(*PrepareResponse)(nil),    // 1: thaw.node.v1.PrepareResponse
 	(*Store)(nil),              // 2: thaw.node.v1.Store
-	(*FetchRequest)(nil),       // 3: thaw.node.v1.FetchRequest
-	(*FetchResponse)(nil),      // 4: thaw.node.v1.FetchResponse
-	(*ReportRequest)(nil),      // 5: thaw.node.v1.ReportRequest
-	(*ReportResponse)(nil),     // 6: thaw.node.v1.ReportResponse
-	(*RecordRequest)(nil),      // 7: thaw.node.v1.RecordRequest
-	(*RecordResponse)(nil),     // 8: thaw.node.v1.RecordResponse
-	(*WorkingSetRequest)(nil),  // 9: thaw.node.v1.WorkingSetRequest
-	(*WorkingSetResponse)(nil), // 10: thaw.node.v1.WorkingSetResponse
-	(*ReleaseRequest)(nil),     // 11: thaw.node.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),    // 12: thaw.node.v1.ReleaseResponse
-	(*ListRequest)(nil),        // 13: thaw.node.v1.ListRequest
-	(*ListResponse)(nil),       // 14: thaw.node.v1.ListResponse
-	(*Status)(nil),             // 15: thaw.node.v1.Status
+	(*AdmitRequest)(nil),       // 3: thaw.node.v1.AdmitRequest
+	(*AdmitResponse)(nil),      // 4: thaw.node.v1.AdmitResponse
+	(*FetchRequest)(nil),       // 5: thaw.node.v1.FetchRequest
+	(*FetchResponse)(nil),      // 6: thaw.node.v1.FetchResponse
+	(*ReportRequest)(nil),      // 7: thaw.node.v1.ReportRequest
+	(*ReportResponse)(nil),     // 8: thaw.node.v1.ReportResponse
+	(*RecordRequest)(nil),      // 9: thaw.node.v1.RecordRequest
+	(*RecordResponse)(nil),     // 10: thaw.node.v1.RecordResponse
+	(*WorkingSetRequest)(nil),  // 11: thaw.node.v1.WorkingSetRequest
+	(*WorkingSetResponse)(nil), // 12: thaw.node.v1.WorkingSetResponse
+	(*ReleaseRequest)(nil),     // 13: thaw.node.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),    // 14: thaw.node.v1.ReleaseResponse
+	(*ListRequest)(nil),        // 15: thaw.node.v1.ListRequest
+	(*ListResponse)(nil),       // 16: thaw.node.v1.ListResponse
+	(*Status)(nil),             // 17: thaw.node.v1.Status
 }
 var file_node_proto_depIdxs = []int32{
 	2,  // 0: thaw.node.v1.PrepareResponse.stores:type_name -> thaw.node.v1.Store
-	15, // 1: thaw.node.v1.ReportRequest.status:type_name -> thaw.node.v1.Status
-	15, // 2: thaw.node.v1.ListResponse.restores:type_name -> thaw.node.v1.Status
+	17, // 1: thaw.node.v1.ReportRequest.status:type_name -> thaw.node.v1.Status
+	17, // 2: thaw.node.v1.ListResponse.restores:type_name -> thaw.node.v1.Status
 	0,  // 3: thaw.node.v1.Node.Prepare:input_type -> thaw.node.v1.PrepareRequest
-	3,  // 4: thaw.node.v1.Node.Fetch:input_type -> thaw.node.v1.FetchRequest
-	5,  // 5: thaw.node.v1.Node.Report:input_type -> thaw.node.v1.ReportRequest
-	7,  // 6: thaw.node.v1.Node.Record:input_type -> thaw.node.v1.RecordRequest
-	9,  // 7: thaw.node.v1.Node.WorkingSet:input_type -> thaw.node.v1.WorkingSetRequest
-	11, // 8: thaw.node.v1.Node.Release:input_type -> thaw.node.v1.ReleaseRequest
-	13, // 9: thaw.node.v1.Node.List:input_type -> thaw.node.v1.ListRequest
-	1,  // 10: thaw.node.v1.Node.Prepare:output_type -> thaw.node.v1.PrepareResponse
-	4,  // 11: thaw.node.v1.Node.Fetch:output_type -> thaw.node.v1.FetchResponse
-	6,  // 12: thaw.node.v1.Node.Report:output_type -> thaw.node.v1.ReportResponse
-	8,  // 13: thaw.node.v1.Node.Record:output_type -> thaw.node.v1.RecordResponse
-	10, // 14: thaw.node.v1.Node.WorkingSet:output_type -> thaw.node.v1.WorkingSetResponse
-	12, // 15: thaw.node.v1.Node.Release:output_type -> thaw.node.v1.ReleaseResponse
-	14, // 16: thaw.node.v1.Node.List:output_type -> thaw.node.v1.ListResponse
-	10, // [10:17] is the sub-list for method output_type
-	3,  // [3:10] is the sub-list for method input_type
+	3,  // 4: thaw.node.v1.Node.Admit:input_type -> thaw.node.v1.AdmitRequest
+	5,  // 5: thaw.node.v1.Node.Fetch:input_type -> thaw.node.v1.FetchRequest
+	7,  // 6: thaw.node.v1.Node.Report:input_type -> thaw.node.v1.ReportRequest
+	9,  // 7: thaw.node.v1.Node.Record:input_type -> thaw.node.v1.RecordRequest
+	11, // 8: thaw.node.v1.Node.WorkingSet:input_type -> thaw.node.v1.WorkingSetRequest
+	13, // 9: thaw.node.v1.Node.Release:input_type -> thaw.node.v1.ReleaseRequest
+	15, // 10: thaw.node.v1.Node.List:input_type -> thaw.node.v1.ListRequest
+	1,  // 11: thaw.node.v1.Node.Prepare:output_type -> thaw.node.v1.PrepareResponse
+	4,  // 12: thaw.node.v1.Node.Admit:output_type -> thaw.node.v1.AdmitResponse
+	6,  // 13: thaw.node.v1.Node.Fetch:output_type -> thaw.node.v1.FetchResponse
+	8,  // 14: thaw.node.v1.Node.Report:output_type -> thaw.node.v1.ReportResponse
+	10, // 15: thaw.node.v1.Node.Record:output_type -> thaw.node.v1.RecordResponse
+	12, // 16: thaw.node.v1.Node.WorkingSet:output_type -> thaw.node.v1.WorkingSetResponse
+	14, // 17: thaw.node.v1.Node.Release:output_type -> thaw.node.v1.ReleaseResponse
+	16, // 18: thaw.node.v1.Node.List:output_type -> thaw.node.v1.ListResponse
+	11, // [11:19] is the sub-list for method output_type
+	3,  // [3:11] is the sub-list for method input_type
 	3,  // [3:3] is the sub-list for extension type_name
 	3,  // [3:3] is the sub-list for extension extendee
 	0,  // [0:3] is the sub-list for field type_name
@@ -1085,7 +1183,7 @@ func file_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_node_proto_rawDesc), len(file_node_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   16,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -9,6 +9,7 @@ import (
 
 type NodeService interface {
 	Prepare(context.Context, *PrepareRequest) (*PrepareResponse, error)
+	Admit(context.Context, *AdmitRequest) (*AdmitResponse, error)
 	Fetch(context.Context, *FetchRequest) (*FetchResponse, error)
 	Report(context.Context, *ReportRequest) (*ReportResponse, error)
 	Record(context.Context, *RecordRequest) (*RecordResponse, error)
@@ -26,6 +27,13 @@ func RegisterNodeService(srv *ttrpc.Server, svc NodeService) {
 					return nil, err
 				}
 				return svc.Prepare(ctx, &req)
+			},
+			"Admit": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req AdmitRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Admit(ctx, &req)
 			},
 			"Fetch": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
 				var req FetchRequest
@@ -86,6 +94,14 @@ func NewNodeClient(client *ttrpc.Client) NodeService {
 func (c *nodeClient) Prepare(ctx context.Context, req *PrepareRequest) (*PrepareResponse, error) {
 	var resp PrepareResponse
 	if err := c.client.Call(ctx, "thaw.node.v1.Node", "Prepare", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *nodeClient) Admit(ctx context.Context, req *AdmitRequest) (*AdmitResponse, error) {
+	var resp AdmitResponse
+	if err := c.client.Call(ctx, "thaw.node.v1.Node", "Admit", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

@@ -6,6 +6,7 @@
 // the container's spec, and laid out; its page blobs are opened in the page store.
 //
 // The life of a restore: Prepare makes it and starts to prefetch its working set;
+// Admit checks it again where its root filesystem is;
 // Fetch brings pages; Report tells how it is going, and unless the policy is `lazy`
 // starts the background fill once the container runs; Record keeps what it touched
 // first, for the next restore; Release ends it. Restores outlive the daemon: each has a record
@@ -60,8 +61,9 @@ type Options struct {
 	// CheckCRIU returns nil if the node's CRIU can restore lazily.
 	CheckCRIU func(context.Context) error
 	// Admit returns nil if the images in a folder may be restored as a container
-	// with that spec.
-	Admit func(ctx context.Context, images string, spec *specs.Spec) error
+	// with that spec, in a root filesystem that is mounted at a path, or "" as long
+	// as none is.
+	Admit func(ctx context.Context, images, rootfs string, spec *specs.Spec) error
 }
 
 // Manager has all restores of the node. Its methods may be called at the same
@@ -249,7 +251,7 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 		return nil, err
 	}
 	if m.opts.Admit != nil {
-		if err := m.opts.Admit(ctx, r.layout.images(), spec); err != nil {
+		if err := m.opts.Admit(ctx, r.layout.images(), "", spec); err != nil {
 			return nil, err
 		}
 	}
@@ -261,6 +263,26 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 	}
 	close(r.ready)
 	return r, nil
+}
+
+// Admit checks a prepared restore once more, in the container's root filesystem;
+// see api.Node.
+func (m *Manager) Admit(ctx context.Context, id, rootfs string) error {
+	if !filepath.IsAbs(rootfs) {
+		return fmt.Errorf("absolute path of the root filesystem is missing: %w", errdefs.ErrInvalidArgument)
+	}
+	r, err := m.get(id)
+	if err != nil {
+		return err
+	}
+	spec, err := readSpec(r.record.Bundle)
+	if err == nil && m.opts.Admit != nil {
+		err = m.opts.Admit(ctx, r.layout.images(), rootfs, spec)
+	}
+	if err != nil {
+		return fmt.Errorf("restore of %s: %w", r.record.Image, classed(err))
+	}
+	return nil
 }
 
 // background runs a function that ends when a restore's or the manager's context
