@@ -23,6 +23,7 @@ import (
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"thaw.dev/thaw/criu"
+	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/snapshotter/config"
 )
 
@@ -63,7 +64,7 @@ func found(name, format string, args ...any) finding {
 }
 
 func missing(name string, why error, remedy string) finding {
-	return finding{Name: name, Detail: oneLine(why), Remedy: remedy}
+	return finding{Name: name, Detail: api.Line(why.Error()), Remedy: remedy}
 }
 
 func runCheck(c *cli.Context) error {

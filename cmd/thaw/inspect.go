@@ -14,6 +14,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/urfave/cli/v2"
 
+	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/pageindex"
 	"thaw.dev/thaw/snapshotter/publish"
@@ -192,15 +193,10 @@ func caps(c []string) string {
 	return strings.Join(short, ",")
 }
 
-// plain is text from an image without what could confuse a terminal.
+// plain is text from an image without what could confuse a terminal, for a table.
 func plain(s string) string {
-	if s == "" {
+	if s = api.Line(s); s == "" {
 		return "-"
 	}
-	return strings.Map(func(r rune) rune {
-		if r < ' ' || r >= 0x7f && r < 0xa0 {
-			return '?'
-		}
-		return r
-	}, s)
+	return s
 }

@@ -12,12 +12,13 @@ import (
 	"os"
 	"os/signal"
 	"runtime/debug"
-	"strings"
 
 	"github.com/containerd/log"
 	"github.com/sirupsen/logrus"
 	"github.com/urfave/cli/v2"
 	"golang.org/x/sys/unix"
+
+	"thaw.dev/thaw/snapshotter/api"
 )
 
 // Exit codes.
@@ -58,7 +59,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		err = errors.New("interrupted")
 	}
 	if !errors.Is(err, errSilent) {
-		fmt.Fprintf(stderr, "thaw: %s\n", oneLine(err))
+		fmt.Fprintf(stderr, "thaw: %s\n", api.Line(err.Error()))
 	}
 	var usage usageError
 	if errors.As(err, &usage) {
@@ -66,9 +67,6 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	return exitFailure
 }
-
-// oneLine is the error without line breaks.
-func oneLine(err error) string { return strings.Join(strings.Fields(err.Error()), " ") }
 
 func newApp(stdout, stderr io.Writer) *cli.App {
 	return &cli.App{

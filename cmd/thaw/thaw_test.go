@@ -176,7 +176,7 @@ func TestPs(t *testing.T) {
 			t.Errorf("%q is not in %q", want, lines[1])
 		}
 	}
-	if !strings.Contains(lines[2], "failed: no ?[31mCPU") {
+	if !strings.Contains(lines[2], "failed: no [31mCPU") {
 		t.Errorf("%q", lines[2])
 	}
 

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"thaw.dev/thaw/criu/image"
+	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 )
 
@@ -55,7 +56,7 @@ func describe(src *Source, maps []*image.Pagemap) (*checkpoint.Config, error) {
 const minor = 0
 
 func process(t image.Task) checkpoint.Process {
-	p := checkpoint.Process{PID: t.PID, PPID: t.PPID, Name: printable(t.Comm), Threads: len(t.Threads), Seccomp: image.SeccompDisabled.String()}
+	p := checkpoint.Process{PID: t.PID, PPID: t.PPID, Name: api.Line(t.Comm), Threads: len(t.Threads), Seccomp: image.SeccompDisabled.String()}
 	if len(t.Threads) > 0 {
 		first := t.Threads[0]
 		p.UID, p.GID = first.Creds.EUID, first.Creds.EGID
@@ -65,17 +66,6 @@ func process(t image.Task) checkpoint.Process {
 		p.Seccomp = first.Seccomp.String()
 	}
 	return p
-}
-
-// printable is s without what a program may have put into its name to confuse
-// people or terminals.
-func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f || r == '\uFFFD' {
-			return '?'
-		}
-		return r
-	}, s)
 }
 
 // mounts lists what has to be given to a restored container from outside.
@@ -137,7 +127,7 @@ func sockets(images *image.Dir) ([]checkpoint.Socket, error) {
 			if name[0] == 0 {
 				name = "@" + name[1:]
 			}
-			out = append(out, checkpoint.Socket{Protocol: "unix", State: state(f.Unix.State), Local: printable(name)})
+			out = append(out, checkpoint.Socket{Protocol: "unix", State: state(f.Unix.State), Local: api.Line(name)})
 		}
 	}
 	sort.Slice(out, func(i, j int) bool {

@@ -7,10 +7,11 @@ import (
 	"fmt"
 	"net"
 	"net/http"
-	"strings"
 
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
+
+	"thaw.dev/thaw/snapshotter/api"
 )
 
 // maxQuoted bounds in bytes what is quoted of a registry's answer.
@@ -46,7 +47,7 @@ func (a *answer) Error() string {
 	code := a.cause.StatusCode
 	said := fmt.Sprintf("the registry answers %d %s", code, http.StatusText(code))
 	for _, d := range a.cause.Errors {
-		said += ": " + printable(strings.Join(strings.Fields(d.String()), " "))
+		said += ": " + api.Line(d.String())
 	}
 	if len(said) > maxQuoted {
 		said = said[:maxQuoted] + "..."

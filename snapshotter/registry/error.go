@@ -16,6 +16,8 @@ import (
 
 	"github.com/containerd/containerd/v2/core/remotes/docker"
 	"github.com/containerd/errdefs"
+
+	"thaw.dev/thaw/snapshotter/api"
 )
 
 // maxErrorBody bounds what is read of the body of a failed response.
@@ -181,14 +183,8 @@ func (f *fetchError) Unwrap() []error {
 // oneLine keeps a text that others wrote from breaking lines or terminals.
 func oneLine(s string) string {
 	const limit = 300
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f {
-			return ' '
-		}
-		return r
-	}, s)
-	if len(s) > limit {
-		s = s[:limit] + "…"
+	if s = api.Line(s); len(s) > limit {
+		s = strings.ToValidUTF8(s[:limit], "") + "…"
 	}
 	return s
 }
