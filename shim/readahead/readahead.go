@@ -14,7 +14,7 @@
 // then on its next chunks are fetched before they are missed. When the first
 // chunk behind those is missed, the prediction was right, and twice as many follow:
 // the misses of a walk are about the logarithm of its length, and what is fetched
-// in vain is no more than what was used.
+// in vain at its end is no more than twice what was used, and maxWindow at most.
 package readahead
 
 const (
@@ -23,10 +23,10 @@ const (
 	history = 16
 	// streams is how many walks are followed at once.
 	streams = 8
-	// firstWindow and maxWindow bound the chunks that are fetched ahead (512 KiB
-	// and 4 MiB with chunks of 128 KiB).
-	firstWindow = 4
-	maxWindow   = 32
+	// firstWindow and maxWindow bound the chunks that are fetched ahead (1 MiB and
+	// 8 MiB with chunks of 128 KiB).
+	firstWindow = 8
+	maxWindow   = 64
 )
 
 // Predictor predicts the misses in one blob. The zero value is ready for use. It
