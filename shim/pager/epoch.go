@@ -38,8 +38,6 @@ type epoch struct {
 	events []uffd.Event // Remap, Remove and Unmap
 }
 
-type span struct{ start, end uint64 }
-
 // maxEvents bounds the events that are kept while no child waits.
 const maxEvents = 256
 
