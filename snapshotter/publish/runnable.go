@@ -65,7 +65,7 @@ func isEmpty(ctx context.Context, src *Source) (bool, error) {
 		return false, err
 	}
 	defer rc.Close()
-	r, err := decompressed(rc)
+	r, err := Decompressed(rc)
 	if err != nil {
 		return false, err
 	}
@@ -79,7 +79,7 @@ func isEmpty(ctx context.Context, src *Source) (bool, error) {
 
 // recompress writes a layer as tar+zstd and returns the digest of the tar.
 func recompress(w io.Writer, layer io.Reader, deleted []string) (digest.Digest, error) {
-	r, err := decompressed(layer)
+	r, err := Decompressed(layer)
 	if err != nil {
 		return "", err
 	}
@@ -138,9 +138,9 @@ func withWhiteouts(w io.Writer, r io.Reader, deleted []string) error {
 // maxWindow bounds the memory that decompressing somebody's zstd stream takes.
 const maxWindow = 128 << 20
 
-// decompressed returns the content of a stream that is plain or compressed by
+// Decompressed returns the content of a stream that is plain or compressed by
 // gzip or zstd.
-func decompressed(r io.Reader) (io.ReadCloser, error) {
+func Decompressed(r io.Reader) (io.ReadCloser, error) {
 	br := bufio.NewReaderSize(r, 64<<10)
 	head, err := br.Peek(4)
 	if err != nil && !errors.Is(err, io.EOF) {

@@ -4,9 +4,6 @@ package archive
 
 import (
 	"archive/tar"
-	"bufio"
-	"bytes"
-	"compress/gzip"
 	"context"
 	"errors"
 	"fmt"
@@ -17,16 +14,15 @@ import (
 	"strings"
 
 	"github.com/containerd/log"
-	"github.com/klauspost/compress/zstd"
 	"golang.org/x/sys/unix"
+
+	"thaw.dev/thaw/snapshotter/publish"
 )
 
 const (
 	defaultMaxSize = 1 << 40
 	// maxEntries bounds the entries of an archive.
 	maxEntries = 1 << 18
-	// maxWindow bounds the memory that decompressing takes.
-	maxWindow = 128 << 20
 	// reserve is left free on the disk that is unpacked to, in bytes.
 	reserve = 64 << 20
 )
@@ -39,7 +35,7 @@ func unpack(ctx context.Context, r io.Reader, dir string, maxSize int64) error {
 	if err := os.Mkdir(filepath.Join(dir, imagesDir), 0o700); err != nil {
 		return err
 	}
-	plain, err := decompress(r)
+	plain, err := publish.Decompressed(r)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrFormat, err)
 	}
@@ -139,25 +135,4 @@ func writeFile(name string, r io.Reader, size int64) (err error) {
 		return fmt.Errorf("%w: %s: %w", ErrFormat, filepath.Base(name), err)
 	}
 	return nil
-}
-
-// decompress returns the content of a stream that is plain or compressed by
-// gzip or zstd.
-func decompress(r io.Reader) (io.ReadCloser, error) {
-	br := bufio.NewReaderSize(r, 1<<20)
-	head, err := br.Peek(4)
-	if err != nil && !errors.Is(err, io.EOF) {
-		return nil, err
-	}
-	switch {
-	case bytes.HasPrefix(head, []byte{0x1f, 0x8b}):
-		return gzip.NewReader(br)
-	case bytes.HasPrefix(head, []byte{0x28, 0xb5, 0x2f, 0xfd}):
-		zr, err := zstd.NewReader(br, zstd.WithDecoderMaxWindow(maxWindow))
-		if err != nil {
-			return nil, err
-		}
-		return zr.IOReadCloser(), nil
-	}
-	return io.NopCloser(br), nil
 }
