@@ -27,10 +27,11 @@ import (
 type Registry struct {
 	listener net.Listener
 	server   *http.Server
-	served   chan error
+	serving  sync.WaitGroup
 	blobs    *blobStore
 
 	mu        sync.Mutex
+	failed    error // what ended serving before Close
 	requests  []*record
 	intercept func(http.Handler) http.Handler
 }
@@ -48,23 +49,31 @@ func Start(address, dir string) (*Registry, error) {
 	}
 	r := &Registry{
 		listener: listener,
-		served:   make(chan error, 1),
 		blobs:    newBlobStore(dir),
 	}
 	quiet := log.New(io.Discard, "", 0)
 	manifests := ggcr.New(ggcr.Logger(quiet), ggcr.WithReferrersSupport(true))
 	r.server = &http.Server{Handler: r.handler(manifests), ErrorLog: quiet, ReadHeaderTimeout: 10 * time.Second}
-	go func() { r.served <- r.server.Serve(listener) }()
+	r.Serve(listener)
 	return r, nil
+}
+
+// Serve serves the same registry on one more listener, which Close closes.
+func (r *Registry) Serve(l net.Listener) {
+	r.serving.Go(func() {
+		if err := r.server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			r.failed = errors.Join(r.failed, err)
+		}
+	})
 }
 
 // Close stops serving and breaks off what is being served.
 func (r *Registry) Close() error {
 	err := r.server.Close()
-	if serr := <-r.served; !errors.Is(serr, http.ErrServerClosed) {
-		err = errors.Join(err, serr)
-	}
-	return err
+	r.serving.Wait()
+	return errors.Join(err, r.failed)
 }
 
 // Addr is the host:port to put before repository names.
