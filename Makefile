@@ -3,7 +3,7 @@
 #   make demo    the whole thing, on this machine: cold start, checkpoint, eager and lazy restore
 #   make test    all tests and the linters
 #   make torture SEEDS=1000   random programs against the fault handler; FIRST= and REPEAT= for certain seeds
-#   make bench   benchmarks into build/bench/results.json
+#   make bench   benchmarks into build/bench: results.json, results.md, ttfr.svg
 #   make up      the stack stays up for poking; make down ends it
 #
 # All of them need root and install what they need. Everything they make is below build/.
@@ -78,7 +78,7 @@ demo: deps build images
 	@go run ./test/demo
 
 bench: deps build images
-	@go run ./test/bench
+	@go run ./test/bench -sizes 64,512,2048,4096 -workloads all -links all -systems all
 
 up: deps build images
 	@go build -o $(BIN)/stack-up ./test/up

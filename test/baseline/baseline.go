@@ -106,6 +106,9 @@ func (b *Bundle) writeSpec(spec *oci.Spec) error {
 // Images is where the complete CRIU images must be put before a restore.
 func (b *Bundle) Images() string { return filepath.Join(b.dir, "images") }
 
+// Link takes images that lie in dir and are not written to, in the place of the bundle's own.
+func (b *Bundle) Link(dir string) error { return os.Symlink(dir, b.Images()) }
+
 // Restore restores the container. lazy leaves the memory to CRIU's own daemon, which reads it from the images.
 func (b *Bundle) Restore(ctx context.Context, lazy bool) error {
 	work := filepath.Join(b.dir, "work")

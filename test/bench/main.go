@@ -2,152 +2,206 @@
 
 //go:build linux
 
-// bench measures restores of the synthetic server side by side and writes build/bench/results.json.
+// bench measures restores side by side and writes build/bench: results.json (a row for each first reply), measures.json (what else
+// was measured), results.md (tables, and which targets were hit) and ttfr.svg.
 //
 // Systems, alternating in one run so that drift of the machine meets all alike:
 //
-//	thaw        a pod of the handler thaw; cache cold (nothing of the checkpoint on the node), cold but for the working set
-//	            that was recorded at an earlier restore, or warm
-//	eager       download all, unpack, runc restore
-//	criu-local  runc restore with CRIU's own lazy-pages daemon, images on the local disk: the floor
-//	cold        an ordinary start of the program
+//	thaw          a pod of the handler thaw; cache cold (nothing of the checkpoint on the node), with or without a working set
+//	              that was published beside the image, or warm
+//	eager         download all, unpack, runc restore
+//	podman        Podman restoring the same state from a checkpoint image of its own in the same registry
+//	estargz-criu  runc restore with CRIU's own lazy-pages daemon, images in an eStargz layer mounted by stargz-snapshotter
+//	criu-local    runc restore with CRIU's own lazy-pages daemon, images on the local disk: the floor
+//	cold          an ordinary start of the program
 //
 // ttfr_ms is the time from the request to start (the container's image is pulled and its sandbox runs already, as with every
-// system) to the first correct reply, which touches 1 % of the memory.
+// system) to the first correct reply, which touches 1 % of the memory of the synthetic server.
+//
+// Without flags it measures the synthetic server on the loopback interface, which takes some minutes; `make bench` measures all.
 package main
 
 import (
 	"context"
-	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
 	"os/signal"
-	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"thaw.dev/thaw/test/stack"
+	"thaw.dev/thaw/test/stack/link"
+	"thaw.dev/thaw/test/workloads"
 )
 
-// row is one measurement.
-type row struct {
-	System       string  `json:"system"`
-	Workload     string  `json:"workload"`
-	MemoryMiB    int     `json:"memory_mib"`
-	Cache        string  `json:"cache"`
-	WorkingSet   bool    `json:"working_set"` // the node knew what is touched first
-	Run          int     `json:"run"`
-	TTFR         float64 `json:"ttfr_ms"`
-	BytesFetched int64   `json:"bytes_fetched"`
-	Requests     int     `json:"requests"`
-	RemoteFaults uint64  `json:"remote_faults"` // of thaw: page faults that waited for the registry
-	OK           bool    `json:"ok"`
-	Error        string  `json:"error,omitempty"`
+// all is what flags with lists understand for everything.
+const all = "all"
+
+// bench is one run.
+type bench struct {
+	results
+	s       *stack.Stack
+	runs    int
+	systems []string
+	parts   []string
+	out     string
+	failed  error // all that went wrong
 }
 
-// cacheName is the state of the node for people.
-func (r *row) cacheName() string {
-	if r.Cache == "cold" && r.WorkingSet {
-		return "cold+set"
-	}
-	return r.Cache
-}
+// Parts of a run.
+const (
+	partRestores = "restores" // first replies of all systems
+	partComplete = "complete" // all memory, after the first reply
+	partClones   = "clones"   // many restores of one image at once
+	partFaults   = "faults"   // single page faults
+)
 
-func main() {
-	sizes := flag.String("sizes", "64,512,2048", "memory of the workload in MiB")
-	runs := flag.Int("runs", 5, "runs of each system at each size")
-	out := flag.String("out", "build/bench/results.json", "where the rows are written")
-	flag.Parse()
-	stack.Isolate()
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
-	defer stop()
-	if err := bench(ctx, *sizes, *runs, *out); err != nil {
-		fmt.Fprintln(os.Stderr, "bench:", err)
-		os.Exit(1)
-	}
-}
-
-func bench(ctx context.Context, sizes string, runs int, out string) (err error) {
-	s, err := stack.Start(ctx, stack.Options{Progress: os.Stderr})
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if cerr := s.Close(); err == nil {
-			err = cerr
-		}
-	}()
-	var rows []row
-	for size := range strings.SplitSeq(sizes, ",") {
-		mib, err := strconv.Atoi(size)
-		if err != nil || mib < 1 {
-			return fmt.Errorf("-sizes: %q is no number of MiB", size)
-		}
-		more, err := benchSize(ctx, s, mib, runs)
-		rows = append(rows, more...)
-		if err != nil {
-			return err
-		}
-	}
-	if err := write(out, rows); err != nil {
-		return err
-	}
-	printTable(os.Stdout, rows)
-	for _, r := range rows {
-		if !r.OK {
-			return fmt.Errorf("%s at %d MiB, run %d: %s", r.System, r.MemoryMiB, r.Run, r.Error)
+// parts measures what is to be measured of a lane.
+func (b *bench) measureParts(ctx context.Context, l *lane) error {
+	for _, p := range []struct {
+		name    string
+		applies bool
+		measure func(context.Context, *lane) error
+	}{
+		{partRestores, true, b.restores},
+		{partComplete, l.workload == workloads.Synthetic, b.complete},
+		{partClones, l.workload == workloads.Synthetic && l.mib == clonesMiB, b.clones},
+		{partFaults, l.workload == workloads.Synthetic && l.mib == faultsMiB && l.link == loopback, b.faults},
+	} {
+		if p.applies && slices.Contains(b.parts, p.name) {
+			if err := p.measure(ctx, l); err != nil {
+				return fmt.Errorf("%s: %w", p.name, err)
+			}
 		}
 	}
 	return nil
 }
 
-func write(path string, rows []row) error {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return err
-	}
-	text, err := json.MarshalIndent(rows, "", "  ")
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(path, append(text, '\n'), 0o644)
+func (b *bench) wants(system string) bool { return slices.Contains(b.systems, system) }
+
+// options are what the flags say.
+type options struct {
+	sizes, workloads, links, systems, parts string
+	runs                                    int
+	out                                     string
 }
 
-// benchSize makes a checkpoint of one size and measures all systems with it.
-func benchSize(ctx context.Context, s *stack.Stack, mib, runs int) ([]row, error) {
-	w, err := prepare(ctx, s, mib)
+func main() {
+	var o options
+	flag.StringVar(&o.sizes, "sizes", "64,512,2048", "memory of the synthetic server in MiB")
+	flag.StringVar(&o.workloads, "workloads", workloads.Synthetic, "programs, or all: synthetic,agent,node,redis")
+	flag.StringVar(&o.links, "links", loopback, "links between node and registry, or all: loopback,1g-1ms")
+	flag.StringVar(&o.systems, "systems", "thaw,eager,criu-local,cold", "systems, or all: those and podman,estargz-criu")
+	flag.StringVar(&o.parts, "parts", partRestores, "what is measured, or all: restores,clones,complete,faults")
+	flag.IntVar(&o.runs, "runs", 5, "runs of each system")
+	flag.StringVar(&o.out, "out", "build/bench/results.json", "where the rows are written; the other files go beside it")
+	flag.Parse()
+	stack.Isolate()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	if err := run(ctx, o); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+// list takes a flag apart.
+func list(value string, everything ...string) []string {
+	if value == all {
+		return everything
+	}
+	return strings.Split(value, ",")
+}
+
+func run(ctx context.Context, o options) (err error) {
+	b := &bench{runs: o.runs, out: o.out, systems: list(o.systems, thaw, eager, podman, estargz, criuLocal, coldStart)}
+	b.parts = list(o.parts, partRestores, partComplete, partClones, partFaults)
+	subjects, err := subjectsOf(o)
 	if err != nil {
-		return nil, fmt.Errorf("%d MiB: %w", mib, err)
+		return err
 	}
-	defer w.remove()
-	systems := []struct {
-		name, cache string
-		workingSet  bool
-		measure     func(context.Context, *trial) error
-	}{
-		{"thaw", "cold", false, w.thawCold},
-		{"eager", "cold", false, w.eager},
-		{"thaw", "cold", true, w.thawColdWithSet},
-		{"thaw", "warm", true, w.thawWarm},
-		{"criu-local", "warm", false, w.criuLocal},
-		{"cold", "cold", false, w.cold},
-	}
-	var rows []row
-	for run := range runs {
-		for _, system := range systems {
-			r := row{System: system.name, Workload: "synthetic", MemoryMiB: mib, Cache: system.cache, WorkingSet: system.workingSet, Run: run}
-			t := &trial{row: &r, registry: s.Registry}
-			ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
-			err := system.measure(ctx, t)
-			cancel()
-			if r.OK = err == nil; !r.OK {
-				r.Error = err.Error()
-			}
-			fmt.Fprintf(os.Stderr, "%5d MiB  run %d  %-10s %-8s  %8.1f ms  %11d bytes  %5d requests  %4d remote faults  %s\n",
-				mib, run, r.System, r.cacheName(), r.TTFR, r.BytesFetched, r.Requests, r.RemoteFaults, r.Error)
-			rows = append(rows, r)
+	links := list(o.links, loopback, shaped)
+	for _, l := range links {
+		if l != loopback && l != shaped {
+			return fmt.Errorf("-links: there is no %q", l)
 		}
 	}
-	return rows, nil
+	if b.s, err = stack.Start(ctx, stack.Options{Progress: os.Stderr}); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, b.s.Close()) }()
+	began := time.Now()
+	if err := b.measureLinks(ctx, links); err != nil {
+		return fmt.Errorf("links: %w", err)
+	}
+	for _, s := range subjects {
+		if err := b.subject(ctx, s, links); err != nil {
+			return errors.Join(fmt.Errorf("%s: %w", s.name(), err), b.write(b.out))
+		}
+		if err := b.write(b.out); err != nil {
+			return err
+		}
+	}
+	fmt.Fprintf(os.Stderr, "measured for %s\n", time.Since(began).Round(time.Second))
+	printTable(os.Stdout, b.rows)
+	return b.failed
+}
+
+// subjectsOf gives what is to be measured, the synthetic server first.
+func subjectsOf(o options) ([]*subject, error) {
+	var subjects []*subject
+	for _, w := range list(o.workloads, workloads.Synthetic, workloads.Agent, workloads.Node, workloads.Redis) {
+		sizes := []string{"0"}
+		if w == workloads.Synthetic {
+			sizes = strings.Split(o.sizes, ",")
+		}
+		for _, size := range sizes {
+			mib, err := strconv.Atoi(size)
+			if err != nil || mib < 1 && w == workloads.Synthetic {
+				return nil, fmt.Errorf("-sizes: %q is no number of MiB", size)
+			}
+			s, err := subjectOf(w, mib)
+			if err != nil {
+				return nil, err
+			}
+			subjects = append(subjects, s)
+		}
+	}
+	return subjects, nil
+}
+
+// registryOver is where the node reaches the registry over a link.
+func registryOver(l string) string {
+	if l == shaped {
+		return stack.ShapedAddress
+	}
+	return stack.RegistryAddress
+}
+
+// shape is that of the link 1g-1ms.
+var shape = link.Shape{Rate: 125e6, RoundTrip: time.Millisecond}
+
+// subject measures everything with one subject.
+func (b *bench) subject(ctx context.Context, s *subject, links []string) (err error) {
+	c, err := take(ctx, b.s, s)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, c.remove()) }()
+	for _, link := range links {
+		l := &lane{checkpoint: c, link: link, registry: registryOver(link)}
+		for _, image := range []string{l.plain(l.registry), l.published(l.registry)} {
+			if err := b.s.EnsureImage(ctx, image, nil); err != nil {
+				return err
+			}
+		}
+		if err := b.measureParts(ctx, l); err != nil {
+			return err
+		}
+	}
+	return nil
 }

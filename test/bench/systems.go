@@ -5,24 +5,15 @@
 package main
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
-	"os/exec"
-	"path/filepath"
-	"strconv"
 	"time"
 
-	"google.golang.org/protobuf/encoding/protojson"
-
-	"thaw.dev/thaw/snapshotter/api"
+	"thaw.dev/thaw/snapshotter/publish"
 	"thaw.dev/thaw/test/baseline"
 	"thaw.dev/thaw/test/stack"
 	"thaw.dev/thaw/test/stack/registry"
-	"thaw.dev/thaw/test/workloads"
 )
 
 // trial is one measurement under way.
@@ -39,84 +30,56 @@ func (t *trial) start() {
 	t.began = time.Now()
 }
 
-// reply waits for the first correct reply of a pod and ends the time.
-func (t *trial) reply(ctx context.Context, pod *stack.Pod) error {
-	b, err := stack.FirstReply(ctx, "http://"+pod.IP+":8080/touch")
+// stop ends the time.
+func (t *trial) stop() {
 	t.row.TTFR = float64(time.Since(t.began).Microseconds()) / 1000
 	after := t.registry.Traffic(nil)
 	t.row.BytesFetched, t.row.Requests = after.Sent-t.traffic.Sent, after.Requests-t.traffic.Requests
-	if err != nil {
-		return err
-	}
-	var answer struct {
-		OK       bool
-		Requests int
-	}
-	if err := json.Unmarshal(b, &answer); err != nil || !answer.OK {
-		return fmt.Errorf("wrong reply %s", b)
-	}
-	return nil
 }
 
-// workload is the synthetic server of one size and its checkpoint.
-type workload struct {
-	s      *stack.Stack
-	env    map[string]string
-	base   string // the program's image
-	image  string // the checkpoint image
-	images string // the checkpoint's complete CRIU images, on disk
+// lane is a checkpoint that the node reaches over one link.
+type lane struct {
+	*checkpoint
+	link     string
+	registry string // host:port
 }
 
-// prepare makes the checkpoint.
-func prepare(ctx context.Context, s *stack.Stack, mib int) (_ *workload, err error) {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Minute)
-	defer cancel()
-	w := &workload{
-		s: s, env: map[string]string{"MEMORY_MIB": strconv.Itoa(mib)},
-		base:   s.Workload(workloads.Synthetic),
-		image:  s.Registry.Ref(fmt.Sprintf("checkpoints/synthetic:%d", mib)),
-		images: filepath.Join(s.Dir, fmt.Sprintf("images-%d", mib)),
-	}
-	if err := s.PushWorkloads(ctx, workloads.Synthetic); err != nil {
-		return nil, err
-	}
-	pod, err := s.RunPod(ctx, stack.PodOptions{Name: "template", Handler: "thaw"})
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, pod.Remove(context.WithoutCancel(ctx))) }()
-	c, err := pod.Run(ctx, stack.ContainerOptions{Image: w.base, Env: w.env})
-	if err != nil {
-		return nil, err
-	}
-	if _, err := stack.FirstReply(ctx, "http://"+pod.IP+":8080/touch"); err != nil {
-		return nil, err
-	}
-	cmd := exec.CommandContext(ctx, filepath.Join(s.Bin, "thaw"), "checkpoint", c.ID, "--push", w.image)
-	cmd.Env = append(os.Environ(), "CONTAINERD_ADDRESS="+stack.ContainerdSocket)
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	began := time.Now()
-	if err := cmd.Run(); err != nil {
-		return nil, fmt.Errorf("thaw checkpoint: %w: %s", err, stderr.String())
-	}
-	fmt.Fprintf(os.Stderr, "%5d MiB  checkpoint and push: %.1f s\n", mib, time.Since(began).Seconds())
-	if err := s.EnsureImage(ctx, w.image, nil); err != nil {
-		return nil, err
-	}
-	return w, baseline.Unpack(ctx, w.image, w.images)
+// system is a way to have a subject's first reply.
+type system struct {
+	name, cache string
+	workingSet  bool
+	measure     func(context.Context, *trial) error
 }
 
-func (w *workload) remove() { _ = os.RemoveAll(w.images) }
+// own are the systems that need no others' software, in the order in which they take turns: a warm node is one on which the image
+// was just restored.
+func (l *lane) own() []system {
+	return []system{
+		{thaw, "cold", false, l.thawCold},
+		{eager, "cold", false, l.eager},
+		{thaw, "cold", true, l.thawColdWithSet},
+		{thaw, "warm", true, l.thawWarm},
+		{criuLocal, "warm", false, l.criuLocal},
+		{coldStart, "cold", false, l.cold},
+	}
+}
 
-// pod runs what is measured: a container in a new pod of a handler.
-func (w *workload) pod(ctx context.Context, t *trial, handler, image string) (err error) {
-	pod, err := w.s.RunPod(ctx, stack.PodOptions{Name: handler, Handler: handler})
+// reply waits for the first correct reply and ends the time.
+func (l *lane) reply(ctx context.Context, t *trial, ip string, fresh bool) error {
+	err := l.ask(ctx, ip, fresh)
+	t.stop()
+	return err
+}
+
+// pod runs what is measured, a container in a new pod of a handler, and after its first reply, but before it is removed, more.
+func (l *lane) pod(ctx context.Context, t *trial, handler string, o stack.ContainerOptions, more func(*stack.Container) error) (err error) {
+	pod, err := l.s.RunPod(ctx, stack.PodOptions{Name: handler, Handler: handler})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, pod.Remove(context.WithoutCancel(ctx))) }()
-	c, err := pod.Create(ctx, stack.ContainerOptions{Image: image, Env: w.env})
+	o.Env = l.env
+	c, err := pod.Create(ctx, o)
 	if err != nil {
 		return err
 	}
@@ -124,75 +87,83 @@ func (w *workload) pod(ctx context.Context, t *trial, handler, image string) (er
 	if err := c.Start(ctx); err != nil {
 		return err
 	}
-	if err := t.reply(ctx, pod); err != nil || image != w.image {
+	if err := l.reply(ctx, t, pod.IP, handler != thaw); err != nil {
 		return err
 	}
-	t.row.RemoteFaults, err = w.remoteFaults(ctx, c.ID)
-	return err
+	return more(c)
+}
+
+func (l *lane) cold(ctx context.Context, t *trial) error {
+	return l.pod(ctx, t, "runc", stack.ContainerOptions{Image: l.s.Workload(l.workload)}, func(*stack.Container) error { return nil })
 }
 
 // reports is how long shims take to tell the daemon what happened: they do so every second.
 const reports = 1200 * time.Millisecond
 
-// remoteFaults asks the daemon how many faults of a restored container waited for the registry, once its shim has told.
-func (w *workload) remoteFaults(ctx context.Context, id string) (uint64, error) {
-	t := time.NewTimer(reports)
+// restored restores by thaw and adds to the row what the daemon knows of it.
+func (l *lane) restored(ctx context.Context, t *trial, image string) error {
+	return l.pod(ctx, t, thaw, stack.ContainerOptions{Image: image}, func(c *stack.Container) error {
+		if err := sleep(ctx, reports); err != nil {
+			return err
+		}
+		st, err := restoreStatus(ctx, c.ID)
+		if err != nil {
+			return err
+		}
+		t.row.RemoteFaults, t.row.Faults = st.RemoteFaults, st.Faults
+		t.row.WaitP50, t.row.WaitP99 = float64(st.FaultWaitP50Ns)/1000, float64(st.FaultWaitP99Ns)/1000
+		return nil
+	})
+}
+
+// sleep waits for something of which nobody tells.
+func sleep(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
 	defer t.Stop()
 	select {
 	case <-ctx.Done():
-		return 0, ctx.Err()
+		return ctx.Err()
 	case <-t.C:
+		return nil
 	}
-	out, err := exec.CommandContext(ctx, filepath.Join(w.s.Bin, "thaw"), "ps", "--json").Output()
+}
+
+// thawCold restores on a node and from a registry that know nothing of what is touched first, and notes what was.
+func (l *lane) thawCold(ctx context.Context, t *trial) error {
+	if err := l.s.ClearThawCache(ctx); err != nil {
+		return err
+	}
+	image := l.plain(l.registry)
+	if err := l.restored(ctx, t, image); err != nil {
+		return err
+	}
+	img, err := publish.Read(ctx, image, certsDir)
 	if err != nil {
-		return 0, fmt.Errorf("thaw ps: %w", err)
+		return err
 	}
-	var list api.ListResponse
-	if err := protojson.Unmarshal(out, &list); err != nil {
-		return 0, err
+	set, err := recordedSet(ctx, img)
+	if err != nil {
+		return err
 	}
-	for _, r := range list.Restores {
-		if r.ContainerId == id {
-			return r.RemoteFaults, nil
-		}
-	}
-	return 0, errors.New("thaw ps does not list the container: it was not restored")
+	l.touched = set.Within(l.pages)
+	return nil
 }
 
-func (w *workload) cold(ctx context.Context, t *trial) error { return w.pod(ctx, t, "runc", w.base) }
-
-func (w *workload) thawCold(ctx context.Context, t *trial) error {
-	if err := w.s.ClearThawCache(ctx); err != nil {
+// thawColdWithSet restores on a node that has nothing of the checkpoint, from a registry that has a working set of it.
+func (l *lane) thawColdWithSet(ctx context.Context, t *trial) error {
+	if err := l.s.ClearThawCache(ctx); err != nil {
 		return err
 	}
-	return w.pod(ctx, t, "thaw", w.image)
+	return l.restored(ctx, t, l.published(l.registry))
 }
 
-// thawColdWithSet restores on a node that has nothing of the checkpoint but what an earlier restore recorded: which pages its
-// first reply touched.
-func (w *workload) thawColdWithSet(ctx context.Context, t *trial) error {
-	if err := w.s.ClearThawCache(ctx); err != nil {
-		return err
-	}
-	if err := w.pod(ctx, &trial{row: &row{}, registry: t.registry}, "thaw", w.image); err != nil {
-		return err
-	}
-	if err := w.s.ClearThawCache(ctx, "workingsets"); err != nil {
-		return err
-	}
-	return w.pod(ctx, t, "thaw", w.image)
+// thawWarm restores once more on a node on which the image was just restored: what its first reply touches is cached.
+func (l *lane) thawWarm(ctx context.Context, t *trial) error {
+	return l.restored(ctx, t, l.published(l.registry))
 }
 
-// thawWarm restores once more on a node on which the image was restored before: what its first reply touches is cached.
-func (w *workload) thawWarm(ctx context.Context, t *trial) error {
-	if err := w.pod(ctx, &trial{row: &row{}, registry: t.registry}, "thaw", w.image); err != nil {
-		return err
-	}
-	return w.pod(ctx, t, "thaw", w.image)
-}
-
-func (w *workload) bundle(ctx context.Context, measure func(*baseline.Bundle) error) (err error) {
-	b, err := baseline.New(ctx, w.s, w.image, w.env)
+func (l *lane) bundle(ctx context.Context, measure func(*baseline.Bundle) error) (err error) {
+	b, err := baseline.New(ctx, l.s, l.plain(l.registry), l.env)
 	if err != nil {
 		return err
 	}
@@ -200,28 +171,48 @@ func (w *workload) bundle(ctx context.Context, measure func(*baseline.Bundle) er
 	return measure(b)
 }
 
-func (w *workload) eager(ctx context.Context, t *trial) error {
-	return w.bundle(ctx, func(b *baseline.Bundle) error {
+func (l *lane) eager(ctx context.Context, t *trial) error {
+	return l.bundle(ctx, func(b *baseline.Bundle) error {
 		t.start()
-		if err := baseline.Unpack(ctx, w.image, b.Images()); err != nil {
+		if err := baseline.Unpack(ctx, l.plain(l.registry), b.Images()); err != nil {
 			return err
 		}
 		if err := b.Restore(ctx, false); err != nil {
 			return err
 		}
-		return t.reply(ctx, b.Pod)
+		return l.reply(ctx, t, b.Pod.IP, false)
 	})
 }
 
-func (w *workload) criuLocal(ctx context.Context, t *trial) error {
-	return w.bundle(ctx, func(b *baseline.Bundle) error {
-		if err := os.Symlink(w.images, b.Images()); err != nil {
+func (l *lane) criuLocal(ctx context.Context, t *trial) error {
+	return l.bundle(ctx, func(b *baseline.Bundle) error {
+		if err := b.Link(l.images); err != nil {
 			return err
 		}
 		t.start()
 		if err := b.Restore(ctx, true); err != nil {
 			return err
 		}
-		return t.reply(ctx, b.Pod)
+		return l.reply(ctx, t, b.Pod.IP, false)
 	})
+}
+
+// peer makes a system of one of others.
+func (l *lane) peer(name string, p peer) system {
+	return system{name, "cold", false, func(ctx context.Context, t *trial) (err error) {
+		ip, remove, err := p.Trial(ctx, t.start)
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, remove(context.WithoutCancel(ctx))) }()
+		return l.reply(ctx, t, ip, false)
+	}}
+}
+
+// forPeers describes the lane to systems of others.
+func (l *lane) forPeers() baseline.Checkpoint {
+	return baseline.Checkpoint{
+		Name: l.name(), Registry: l.registry, Env: l.env, Images: l.images, Image: l.plain(l.registry), Warm: l.warm,
+		Base: fmt.Sprintf("%s/%s:1", l.registry, l.workload),
+	}
 }

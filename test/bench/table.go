@@ -13,7 +13,9 @@ import (
 
 // key is what one line of the table is about.
 type key struct {
+	workload      string
 	mib           int
+	link          string
 	system, cache string
 }
 
@@ -25,10 +27,10 @@ func printTable(w io.Writer, rows []row) {
 	remote := make(map[key][]float64)
 	var order []key
 	for _, r := range rows {
-		if !r.OK {
+		if !r.OK || r.Clones != 1 {
 			continue
 		}
-		k := key{r.MemoryMiB, r.System, r.cacheName()}
+		k := key{r.Workload, r.MemoryMiB, r.Link, r.System, r.cacheName()}
 		if times[k] == nil {
 			order = append(order, k)
 		}
@@ -38,14 +40,14 @@ func printTable(w io.Writer, rows []row) {
 		remote[k] = append(remote[k], float64(r.RemoteFaults))
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "MiB\tsystem\tcache\tfirst reply\tmin\tmax\tvs eager\tfetched\trequests\tremote faults\truns\t")
+	fmt.Fprintln(t, "workload\tMiB\tlink\tsystem\tcache\tfirst reply\tmin\tmax\tvs eager\tfetched\trequests\tremote faults\truns\t")
 	for _, k := range order {
 		ratio := "-"
-		if e := times[key{k.mib, "eager", "cold"}]; e != nil {
+		if e := times[key{k.workload, k.mib, k.link, eager, "cold"}]; e != nil {
 			ratio = fmt.Sprintf("%.1fx", median(e)/median(times[k]))
 		}
-		fmt.Fprintf(t, "%d\t%s\t%s\t%.0f ms\t%.0f\t%.0f\t%s\t%.1f MiB\t%.0f\t%.0f\t%d\t\n",
-			k.mib, k.system, k.cache, median(times[k]), slices.Min(times[k]), slices.Max(times[k]), ratio,
+		fmt.Fprintf(t, "%s\t%d\t%s\t%s\t%s\t%.0f ms\t%.0f\t%.0f\t%s\t%.1f MiB\t%.0f\t%.0f\t%d\t\n",
+			k.workload, k.mib, k.link, k.system, k.cache, median(times[k]), slices.Min(times[k]), slices.Max(times[k]), ratio,
 			median(bytes[k])/(1<<20), median(requests[k]), median(remote[k]), len(times[k]))
 	}
 	t.Flush()

@@ -7,8 +7,10 @@
 //
 //	GET /touch   checks 1 % of the memory, in runs of 256 KiB spread evenly, always the same
 //	GET /verify  checks all of it
+//	GET /faults?threads=N&part=P  times the first touch of single pages, see faults
 //
-// Both answer {"ok":true,"bytes":N,"requests":M}, where M counts the requests so far, or status 500 with the first wrong address.
+// The first two answer {"ok":true,"bytes":N,"requests":M}, where M counts the requests so far, or status 500 with the first wrong
+// address.
 // CRIU cannot dump MPTCP sockets, which Go programs listen on by default.
 //
 //go:debug multipathtcp=0
@@ -16,6 +18,7 @@ package main
 
 import (
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
 	"log"
 	"net/http"
@@ -131,6 +134,22 @@ func main() {
 	})
 	http.HandleFunc("/verify", func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, len(memory), checkRange(memory, 0, len(memory)))
+	})
+	http.HandleFunc("/faults", func(w http.ResponseWriter, r *http.Request) {
+		threads, err1 := strconv.Atoi(r.FormValue("threads"))
+		part, err2 := strconv.Atoi(r.FormValue("part"))
+		if err1 != nil || err2 != nil || threads < 1 || threads > 64 {
+			http.Error(w, "threads and part are needed", http.StatusBadRequest)
+			return
+		}
+		waits, err := faults(memory, threads, part)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		if err := json.NewEncoder(w).Encode(map[string]any{"ok": true, "wait_ns": waits}); err != nil {
+			log.Print(err)
+		}
 	})
 	log.Fatal(http.ListenAndServe(":8080", nil))
 }
