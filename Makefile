@@ -78,7 +78,7 @@ demo: deps build images
 	@go run ./test/demo
 
 bench: deps build images
-	@go run ./test/bench -sizes 64,512,2048,4096 -workloads all -links all -systems all
+	@go run ./test/bench -sizes 64,512,2048,4096 -workloads all -links all -systems all -parts all
 
 up: deps build images
 	@go build -o $(BIN)/stack-up ./test/up

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/google/go-containerregistry/pkg/name"
@@ -90,7 +91,7 @@ func take(ctx context.Context, s *stack.Stack, of *subject) (_ *checkpoint, err 
 		return nil, err
 	}
 	fmt.Fprintf(os.Stderr, "%-9s %5d MiB  checkpoint and working set (%d chunks, %.1f MiB): %.1f s\n",
-		c.workload, c.mib, len(c.set), float64(c.size(c.set))/(1<<20), time.Since(began).Seconds())
+		c.workload, c.mib, len(c.set), float64(c.size(c.set))/mebibyte, time.Since(began).Seconds())
 	return c, nil
 }
 
@@ -197,6 +198,39 @@ func copyIndex(ctx context.Context, from, to string) error {
 		return err
 	}
 	return remote.WriteIndex(dst, index, remote.WithContext(ctx))
+}
+
+// Names of measurements, of thaw, for each subject and link.
+const (
+	stateSize     = "state"
+	indexSize     = "page index"
+	setSize       = "published working set"
+	touchedChunks = "chunks touched by the first reply"
+	setUntouched  = "of the published working set not touched by the first reply"
+)
+
+// sizes adds what the checkpoint consists of, and how good its working set is.
+func (b *bench) sizes(l *lane) {
+	m := measure{System: thaw, Workload: l.workload, MemoryMiB: l.mib, Link: l.link}
+	for _, s := range []struct {
+		name  string
+		bytes int64
+	}{{stateSize, l.state}, {indexSize, l.index}, {setSize, l.size(l.set)}} {
+		m.Name, m.Value, m.Unit = s.name, float64(s.bytes)/mebibyte, "MiB"
+		b.add(m)
+	}
+	if len(l.touched) == 0 {
+		return // no restore without a set was measured
+	}
+	m.Name, m.Value, m.Unit = touchedChunks, float64(len(l.touched)), "chunks"
+	b.add(m)
+	touched := make(map[workingset.Chunk]bool)
+	for _, c := range l.touched {
+		touched[c] = true
+	}
+	untouched := slices.DeleteFunc(slices.Clone(l.set), func(c workingset.Chunk) bool { return touched[c] })
+	m.Name, m.Value, m.Unit = setUntouched, 100*float64(l.size(untouched))/float64(l.size(l.set)), "%"
+	b.add(m)
 }
 
 // size is how many bytes of the registry's hold chunks.

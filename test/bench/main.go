@@ -147,8 +147,10 @@ func run(ctx context.Context, o options) (err error) {
 		}
 	}
 	fmt.Fprintf(os.Stderr, "measured for %s\n", time.Since(began).Round(time.Second))
-	printTable(os.Stdout, b.rows)
-	return b.failed
+	b.printTable(os.Stdout)
+	fmt.Println()
+	b.printTargets(os.Stdout)
+	return errors.Join(b.writeReport(ctx), b.failed)
 }
 
 // subjectsOf gives what is to be measured, the synthetic server first.
@@ -202,6 +204,7 @@ func (b *bench) subject(ctx context.Context, s *subject, links []string) (err er
 		if err := b.measureParts(ctx, l); err != nil {
 			return err
 		}
+		b.sizes(l)
 	}
 	return nil
 }
