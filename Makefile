@@ -4,6 +4,7 @@
 #   make test    all tests and the linters
 #   make torture SEEDS=1000   random programs against the fault handler; FIRST= and REPEAT= for certain seeds
 #   make bench   benchmarks into build/bench: results.json, results.md, ttfr.svg
+#   make trace   where the time of a restore goes, from traces
 #   make up      the stack stays up for poking; make down ends it
 #
 # All of them need root and install what they need. Everything they make is below build/.
@@ -27,7 +28,7 @@ SEEDS ?= 100
 FIRST ?= 0
 REPEAT ?= 1
 
-.PHONY: help deps build images test unit race fuzz torture e2e lint format demo bench up down clean
+.PHONY: help deps build images test unit race fuzz torture e2e lint format demo bench trace up down clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -79,6 +80,9 @@ demo: deps build images
 
 bench: deps build images
 	@go run ./test/bench -sizes 64,512,2048,4096 -workloads all -links all -systems all -parts all
+
+trace: deps build images
+	@go run ./test/trace
 
 up: deps build images
 	@go build -o $(BIN)/stack-up ./test/up

@@ -16,6 +16,7 @@ import (
 	"github.com/containerd/ttrpc"
 
 	"thaw.dev/thaw/snapshotter/api"
+	"thaw.dev/thaw/snapshotter/spans"
 )
 
 const (
@@ -63,12 +64,16 @@ func (e awayError) Unwrap() []error { return []error{e.error, errdefs.ErrUnavail
 // call runs fn with a connected client. A connection that had gone stale since
 // the last call is replaced once. If nobody answers, the error is an awayError.
 func (n *node) call(ctx context.Context, fn func(context.Context, api.NodeService) error) error {
+	return n.with(ctx, func(ctx context.Context, c *ttrpc.Client) error { return fn(ctx, api.NewNodeClient(c)) })
+}
+
+func (n *node) with(ctx context.Context, fn func(context.Context, *ttrpc.Client) error) error {
 	for attempt := 0; ; attempt++ {
 		c, fresh, err := n.connect(ctx)
 		if err != nil {
 			return err
 		}
-		err = fn(ctx, api.NewNodeClient(c))
+		err = fn(ctx, c)
 		if !errors.Is(err, ttrpc.ErrClosed) {
 			return api.FromStatus(err)
 		}
@@ -90,7 +95,11 @@ func (n *node) connect(ctx context.Context) (c *ttrpc.Client, fresh bool, err er
 	if err != nil {
 		return nil, false, awayError{fmt.Errorf("thaw-snapshotter is not running on this node (%w): start it, e.g. systemctl start thaw-snapshotter", err)}
 	}
-	n.client = ttrpc.NewClient(conn)
+	var opts []ttrpc.ClientOpts
+	if spans.Configured() {
+		opts = append(opts, ttrpc.WithUnaryClientInterceptor(spans.ClientInterceptor()))
+	}
+	n.client = ttrpc.NewClient(conn, opts...)
 	return n.client, true, nil
 }
 

@@ -60,22 +60,26 @@ type restored struct {
 	oomScore *int     // what the spec says
 	started  time.Time
 
-	recording recording // of report, and of close when that has ended
+	recording  recording // of report, and of close when that has ended
+	criuTraced bool      // as recording
 
 	stop    context.CancelFunc // ends serve and report
 	running sync.WaitGroup
 
-	failOnce sync.Once
-	mu       sync.Mutex
-	failure  error // why the container had to be killed
-	control  any   // its cgroup, once it runs
-	filled   bool  // faults no longer tell what is touched
-	closed   bool
+	failOnce  sync.Once
+	mu        sync.Mutex
+	failure   error           // why the container had to be killed
+	control   any             // its cgroup, once it runs
+	filled    bool            // faults no longer tell what is touched
+	restoring context.Context // has the span of the restore, once there is one
+	closed    bool
 }
 
 // newRestored makes everything ready for `runc restore` that must be there
 // before it runs. It changes the bundle: the configuration names CRIU's options.
 func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTaskRequest, spec *specs.Spec, opts *runcoptions.Options, prepared *api.PrepareResponse) (_ *restored, err error) {
+	ctx, span := startSpan(ctx, "Ready")
+	defer span.End()
 	c := &restored{
 		id: r.ID, namespace: ns,
 		dir:      scratchDir(s.node.address, ns, r.ID),
@@ -90,7 +94,8 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	if name := spec.Annotations["io.kubernetes.cri.sandbox-name"]; name != "" {
 		c.pod = spec.Annotations["io.kubernetes.cri.sandbox-namespace"] + "/" + name
 	}
-	run, stop := context.WithCancel(context.WithoutCancel(ctx))
+	// What goes on after the request is no part of its trace.
+	run, stop := context.WithCancel(log.WithLogger(context.Background(), log.G(ctx)))
 	c.stop = stop
 	defer func() {
 		if err != nil {
@@ -227,16 +232,10 @@ func (c *restored) newPager() (*pager.Pager, error) {
 	})
 }
 
-// handler passes what CRIU hands over to the fault handler.
-type handler struct{ *pager.Pager }
-
-func (h handler) Task(pid uint32, uffd int) error { return h.Add(pid, uffd) }
-func (h handler) Finished()                       { h.Restored() }
-
 // serve takes what CRIU hands over until the restore is complete.
 func (c *restored) serve(ctx context.Context) {
 	defer c.running.Done()
-	err := c.listener.Serve(ctx, handler{c.pager})
+	err := c.listener.Serve(ctx, handler{c.pager, c.trace})
 	if err == nil || ctx.Err() != nil {
 		return
 	}
@@ -278,7 +277,7 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 	if err := c.admit(ctx); err != nil {
 		return nil, err
 	}
-	resp, err := upstream(ctx)
+	resp, err := c.restore(ctx, upstream)
 	c.mu.Lock()
 	failure := c.failure
 	c.mu.Unlock()
@@ -307,6 +306,16 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 		err = failure
 	}
 	return nil, c.explain(err)
+}
+
+// restore runs `runc restore`.
+func (c *restored) restore(ctx context.Context, upstream func(context.Context) (*taskapi.StartResponse, error)) (*taskapi.StartResponse, error) {
+	ctx, span := startSpan(ctx, "Restore")
+	defer span.End()
+	c.setTrace(ctx)
+	resp, err := upstream(ctx)
+	c.countFaults(ctx)
+	return resp, err
 }
 
 // admit asks the daemon again whether the restore may be: Create has mounted the
@@ -395,6 +404,7 @@ func (c *restored) close(ctx context.Context) {
 			log.G(ctx).WithError(err).Warn("thaw: close lazy-pages socket")
 		}
 	}
+	c.traceCRIU()
 	if killed != nil {
 		// Somebody may be left, who would read zeros where pages are missing. All
 		// stays as it is; when this process ends, the daemon tries to kill again.
@@ -429,6 +439,9 @@ func (c *restored) report(ctx context.Context) {
 		case <-tick.C:
 		}
 		status := c.status()
+		if status.State != "restoring" {
+			c.traceCRIU()
+		}
 		c.record(ctx, status.State, false)
 		if last != nil && proto.Equal(last, status) {
 			continue

@@ -39,6 +39,7 @@ import (
 	"google.golang.org/protobuf/types/known/emptypb"
 
 	"thaw.dev/thaw/snapshotter/api"
+	"thaw.dev/thaw/snapshotter/spans"
 )
 
 // Annotations that CRI puts into a container's spec
@@ -67,6 +68,10 @@ func readSpec(bundle string) (*specs.Spec, error) {
 
 // Register makes the task service known to containerd's shim framework.
 func Register() {
+	n := newNode(nodeAddress())
+	if spans.Configured() {
+		registerTracing(n)
+	}
 	registry.Register(&plugin.Registration{
 		Type:     plugins.TTRPCPlugin,
 		ID:       "task",
@@ -86,7 +91,7 @@ func Register() {
 			}
 			s := &service{
 				TTRPCTaskService: runc,
-				node:             newNode(nodeAddress()),
+				node:             n,
 				accounting:       accounting{ctx: ic.Context, publisher: pp.(shim.Publisher)},
 				restored:         make(map[string]*restored),
 			}
@@ -167,7 +172,7 @@ func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*ta
 		return nil, api.ToStatus(fmt.Errorf("thaw: prepare restore of %s: %w", prepared.GetImage(), err))
 	}
 	r.Checkpoint = prepared.GetImagesDir()
-	resp, err := s.TTRPCTaskService.Create(ctx, r)
+	resp, err := s.createTask(ctx, r)
 	if err != nil {
 		c.close(ctx)
 		return nil, err
@@ -176,6 +181,14 @@ func (s *service) Create(ctx context.Context, r *taskapi.CreateTaskRequest) (*ta
 	s.restored[r.ID] = c
 	s.mu.Unlock()
 	return resp, nil
+}
+
+// createTask lets runc's task service create a container that is to be restored:
+// it mounts the root filesystem and opens the streams.
+func (s *service) createTask(ctx context.Context, r *taskapi.CreateTaskRequest) (*taskapi.CreateTaskResponse, error) {
+	ctx, span := startSpan(ctx, "CreateTask")
+	defer span.End()
+	return s.TTRPCTaskService.Create(ctx, r)
 }
 
 // release ends a restore in the daemon, also when the caller has given up.

@@ -55,6 +55,9 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 	}
 	defer unlock()
 
+	tracer := startTracing(ctx)
+	defer tracer.close(ctx)
+
 	criuFound, err := newCRIUCheck(cfg.CRIU)
 	if err != nil {
 		return err
@@ -114,11 +117,12 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 		cancel()
 		err = errors.Join(err, g.Wait())
 	}()
-	node, err := ttrpc.NewServer(ttrpc.WithServerHandshaker(ttrpc.UnixSocketRequireSameUser()))
+	node, err := ttrpc.NewServer(append(tracer.options(), ttrpc.WithServerHandshaker(ttrpc.UnixSocketRequireSameUser()))...)
 	if err != nil {
 		return err
 	}
 	api.RegisterNodeService(node, &service{restores: restores, metrics: m})
+	tracer.serve(node)
 	if cfg.PageServer.Enable {
 		lend := newPages(ctx, restores, cfg.PageServer.Address)
 		api.RegisterPagesService(node, lend)

@@ -170,6 +170,8 @@ func readBounded(path string, limit int64) ([]byte, error) {
 // acquire returns the layout of a checkpoint, which is made by the first who
 // asks while others wait. Release it.
 func (s *layouts) acquire(ctx context.Context, repo *registry.Repository, manifest v1.Descriptor) (*layout, error) {
+	ctx, span := startSpan(ctx, "Layout")
+	defer span.End()
 	key := manifest.Digest.Encoded()
 	for {
 		s.mu.Lock()
@@ -301,7 +303,7 @@ func (s *layouts) lay(ctx context.Context, repo *registry.Repository, desc v1.De
 	if err := s.check(l, img); err != nil {
 		return err
 	}
-	if err := s.write(tmp, state, config, index); err != nil {
+	if err := s.write(ctx, tmp, state, config, index); err != nil {
 		return err
 	}
 	if err := checkPages(l.index, filepath.Join(tmp, criuDir)); err != nil {
@@ -334,7 +336,9 @@ func (s *layouts) check(l *layout, img *checkpoint.Image) error {
 	return nil
 }
 
-func (s *layouts) write(dir string, state io.Reader, config, index []byte) error {
+func (s *layouts) write(ctx context.Context, dir string, state io.Reader, config, index []byte) error {
+	_, span := startSpan(ctx, "Unpack")
+	defer span.End()
 	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return fmt.Errorf("checkpoint images: %w", err)

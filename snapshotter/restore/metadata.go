@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/containerd/containerd/v2/pkg/tracing"
 	"github.com/containerd/errdefs"
 	"github.com/containerd/log"
 	"github.com/opencontainers/go-digest"
@@ -56,10 +57,13 @@ func (m *metadata) bytes(ctx context.Context, repo *registry.Repository, desc v1
 	if desc.Size > limit { // the cache may have it nevertheless, as something larger
 		return nil, fmt.Errorf("%s is %d bytes large, allowed are %d: %w", desc.Digest, desc.Size, limit, errdefs.ErrResourceExhausted)
 	}
+	ctx, span := startFetch(ctx, desc)
+	defer span.End()
 	if f, err := m.open(desc); err == nil {
 		defer f.Close()
 		return io.ReadAll(io.LimitReader(f, desc.Size))
 	}
+	span.AddEvent("not cached")
 	get := repo.Blob
 	if manifest {
 		get = repo.Manifest
@@ -85,10 +89,17 @@ func (m *metadata) bytes(ctx context.Context, repo *registry.Repository, desc v1
 // file returns an open file with a blob's verified content from the cache or
 // the registry. The caller closes it.
 func (m *metadata) file(ctx context.Context, repo *registry.Repository, desc v1.Descriptor) (*os.File, error) {
+	ctx, span := startFetch(ctx, desc)
+	defer span.End()
 	if f, err := m.open(desc); err == nil {
 		return f, nil
 	}
+	span.AddEvent("not cached")
 	return m.store(desc, func(f *os.File) error { return repo.CopyBlob(ctx, desc, f) })
+}
+
+func startFetch(ctx context.Context, desc v1.Descriptor) (context.Context, *tracing.Span) {
+	return startSpan(ctx, "Fetch", tracing.WithAttribute("media_type", desc.MediaType), tracing.WithAttribute("bytes", desc.Size))
 }
 
 func (m *metadata) path(desc v1.Descriptor) string {

@@ -21,10 +21,12 @@ import (
 	"sync"
 	"time"
 
+	"github.com/containerd/containerd/v2/pkg/tracing"
 	"github.com/containerd/errdefs"
 	"github.com/containerd/log"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/protobuf/proto"
 
 	"thaw.dev/thaw/criu/image"
@@ -192,6 +194,8 @@ func classed(err error) error {
 // resolve finds the checkpoint of the image that a container runs, by what the
 // node's image store says the image is.
 func (m *Manager) resolve(ctx context.Context, req *api.PrepareRequest, w *wish) (v1.Descriptor, error) {
+	ctx, span := startSpan(ctx, "Resolve")
+	defer span.End()
 	none := func(format string, args ...any) (v1.Descriptor, error) {
 		why := fmt.Sprintf(format, args...)
 		if w.required {
@@ -226,10 +230,8 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 	if err := checkPIDNamespace(spec); err != nil {
 		return nil, err
 	}
-	if m.opts.CheckCRIU != nil {
-		if err := m.opts.CheckCRIU(ctx); err != nil {
-			return nil, err
-		}
+	if err := m.checkCRIU(ctx); err != nil {
+		return nil, err
 	}
 	r := &restored{ready: make(chan struct{}), record: record{
 		ID: ID(req.GetNamespace(), req.GetContainerId()), Namespace: req.GetNamespace(), Container: req.GetContainerId(),
@@ -244,16 +246,15 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 		}
 	}()
 	r.ctx, r.cancel = context.WithCancel(m.ctx)
-	if err := m.background(func() { m.prefetch(r, w.index) }); err != nil {
+	span := trace.SpanFromContext(ctx)
+	if err := m.background(func() { m.prefetch(trace.ContextWithSpan(r.ctx, span), r, w.index) }); err != nil {
 		return nil, err
 	}
 	if r.layout, err = m.layouts.acquire(ctx, r.repo.Repository, manifest); err != nil {
 		return nil, err
 	}
-	if m.opts.Admit != nil {
-		if err := m.opts.Admit(ctx, r.layout.images(), "", spec); err != nil {
-			return nil, err
-		}
+	if err := m.admit(ctx, r, "", spec); err != nil {
+		return nil, err
 	}
 	if err := m.take(r); err != nil {
 		return nil, err
@@ -276,13 +277,36 @@ func (m *Manager) Admit(ctx context.Context, id, rootfs string) error {
 		return err
 	}
 	spec, err := readSpec(r.record.Bundle)
-	if err == nil && m.opts.Admit != nil {
-		err = m.opts.Admit(ctx, r.layout.images(), rootfs, spec)
+	if err == nil {
+		err = m.admit(ctx, r, rootfs, spec)
 	}
 	if err != nil {
 		return fmt.Errorf("restore of %s: %w", r.record.Image, classed(err))
 	}
 	return nil
+}
+
+func (m *Manager) admit(ctx context.Context, r *restored, rootfs string, spec *specs.Spec) error {
+	if m.opts.Admit == nil {
+		return nil
+	}
+	ctx, span := startSpan(ctx, "Admit")
+	defer span.End()
+	return m.opts.Admit(ctx, r.layout.images(), rootfs, spec)
+}
+
+func (m *Manager) checkCRIU(ctx context.Context) error {
+	if m.opts.CheckCRIU == nil {
+		return nil
+	}
+	ctx, span := startSpan(ctx, "CheckCRIU")
+	defer span.End()
+	return m.opts.CheckCRIU(ctx)
+}
+
+// startSpan starts a span of a restore.
+func startSpan(ctx context.Context, name string, opts ...tracing.SpanOpt) (context.Context, *tracing.Span) {
+	return tracing.StartSpan(ctx, tracing.Name("thaw.restore", name), opts...)
 }
 
 // background runs a function that ends when a restore's or the manager's context

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/containerd/containerd/v2/pkg/tracing"
 	"github.com/containerd/errdefs"
 	"github.com/containerd/log"
 	"github.com/opencontainers/go-digest"
@@ -37,8 +38,8 @@ const (
 // published. It begins before the checkpoint is laid out, so that a published set
 // is looked for meanwhile. Nothing waits for it and its failure is nobody's: pages
 // come when they are touched.
-func (m *Manager) prefetch(r *restored, index digest.Digest) {
-	ctx := log.WithLogger(r.ctx, log.G(m.ctx).WithField("image", r.record.Image).WithField("restore", r.record.ID))
+func (m *Manager) prefetch(ctx context.Context, r *restored, index digest.Digest) {
+	ctx = log.WithLogger(ctx, log.G(m.ctx).WithField("image", r.record.Image).WithField("restore", r.record.ID))
 	of := digest.Digest(r.record.Manifest)
 	set, err := m.sets.Get(of)
 	if err != nil && !errdefs.IsNotFound(err) {
@@ -77,7 +78,10 @@ func (m *Manager) prefetch(r *restored, index digest.Digest) {
 func (m *Manager) stream(ctx context.Context, r *restored, set *workingset.Set) {
 	begin := time.Now()
 	chunks := set.Within(r.layout.index)
+	ctx, span := startSpan(ctx, "Prefetch", tracing.WithAttribute("chunks", len(chunks)))
+	defer span.End()
 	err := r.prefetch(ctx, chunks)
+	span.SetStatus(err)
 	switch lg := log.G(ctx).WithField("chunks", len(chunks)).WithField("took", time.Since(begin)); {
 	case err == nil:
 		lg.Debug("working set prefetched")

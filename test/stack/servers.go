@@ -32,7 +32,7 @@ root = "{{.Dir}}/containerd"
 state = "/run/containerd"
 disabled_plugins = [
   "io.containerd.snapshotter.v1.blockfile", "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper",
-  "io.containerd.snapshotter.v1.zfs", "io.containerd.nri.v1.nri", "io.containerd.tracing.processor.v1.otlp",
+  "io.containerd.snapshotter.v1.zfs", "io.containerd.nri.v1.nri",
 ]
 [grpc]
   address = "{{.Socket}}"
