@@ -14,8 +14,8 @@ import (
 	"github.com/containerd/errdefs"
 	"github.com/containerd/ttrpc"
 
+	"thaw.dev/thaw/shim/pager"
 	"thaw.dev/thaw/snapshotter/api"
-	"thaw.dev/thaw/snapshotter/pageindex"
 )
 
 // daemon answers Fetch with what answer returns; the other calls are not made here.
@@ -59,7 +59,7 @@ func newTestFetcher(t *testing.T, path string) *fetcher {
 	t.Helper()
 	n := newNode(path)
 	t.Cleanup(n.close)
-	return newFetcher(n, "ns/c", &pageindex.Index{Blobs: make([]pageindex.Blob, 1)})
+	return &fetcher{n, "ns/c"}
 }
 
 // TestFetchRidesOutARestart: the daemon stops, is away, and comes back.
@@ -75,7 +75,7 @@ func TestFetchRidesOutARestart(t *testing.T) {
 		return fmt.Errorf("stopping: %w", errdefs.ErrAborted)
 	})
 	fetched := make(chan error, 1)
-	go func() { fetched <- f.Fetch(t.Context(), 0, []uint32{7}, true) }()
+	go func() { fetched <- f.Fetch(t.Context(), 0, []uint32{7}, pager.Demand) }()
 	<-stopping
 	stop()
 	var asked atomic.Uint32
@@ -97,7 +97,7 @@ func TestFetchErrorIsFinal(t *testing.T) {
 		calls.Add(1)
 		return fmt.Errorf("registry is down: %w", errdefs.ErrUnavailable)
 	})()
-	if err := f.Fetch(t.Context(), 0, []uint32{7}, true); err == nil || !errdefs.IsUnavailable(err) || calls.Load() != 1 {
+	if err := f.Fetch(t.Context(), 0, []uint32{7}, pager.Demand); err == nil || !errdefs.IsUnavailable(err) || calls.Load() != 1 {
 		t.Errorf("%d calls, %v", calls.Load(), err)
 	}
 }
@@ -106,7 +106,7 @@ func TestFetchEndsWithItsContext(t *testing.T) {
 	f := newTestFetcher(t, filepath.Join(t.TempDir(), "nobody.sock"))
 	ctx, cancel := context.WithCancel(t.Context())
 	fetched := make(chan error, 1)
-	go func() { fetched <- f.Fetch(ctx, 0, []uint32{7}, true) }()
+	go func() { fetched <- f.Fetch(ctx, 0, []uint32{7}, pager.Demand) }()
 	cancel()
 	if err := <-fetched; err == nil {
 		t.Error("fetched from nobody")

@@ -221,7 +221,7 @@ func (c *restored) newPager() (*pager.Pager, error) {
 	for i, s := range c.prepared.Stores {
 		stores[i] = pager.Store{Data: s.Data, Present: s.Present}
 	}
-	c.fetcher = newFetcher(c.service.node, c.prepared.RestoreId, index)
+	c.fetcher = &fetcher{c.service.node, c.prepared.RestoreId}
 	return pager.New(pager.Config{
 		Index:   index,
 		Stores:  stores,
@@ -413,7 +413,6 @@ func (c *restored) close(ctx context.Context) {
 	if c.pager != nil {
 		c.record(ctx, c.status().State, true)
 		c.pager.Close()
-		c.fetcher.wait()
 	}
 	if c.keeper != nil {
 		if err := c.keeper.Done(); err != nil {

@@ -4,18 +4,16 @@ package pager
 
 import "sync"
 
-// How many requests run at once. Faults are few (a thread waits for each) and
-// must not wait for one another; the filling in the background must leave the
-// link free.
-const (
-	maxDemand     = 32
-	maxBackground = 4
-)
+// How many requests of each urgency run at once. Faults are few (a thread waits for
+// each) and must not wait for one another; the filling in the background must leave
+// the link free.
+var maxRunning = [...]int{Demand: 32, Ahead: 16, Background: 4}
 
-// request asks for a chunk.
+// request asks for chunks of a blob.
 type request struct {
-	Chunk
-	demand bool
+	blob    uint32
+	chunks  []uint32
+	urgency Urgency
 }
 
 // landing is the answer to a request.
@@ -30,52 +28,45 @@ type fetches struct {
 	wg sync.WaitGroup
 
 	mu      sync.Mutex
-	queue   map[bool][]request // by demand
-	running map[bool]int
-}
-
-func (f *fetches) init(p *Pager) {
-	f.p, f.queue, f.running = p, map[bool][]request{}, map[bool]int{}
-}
-
-func limit(demand bool) int {
-	if demand {
-		return maxDemand
-	}
-	return maxBackground
+	queue   [len(maxRunning)][]request
+	running [len(maxRunning)]int
 }
 
 // ask starts or queues a request. Its landing comes through the loop's messages.
 func (f *fetches) ask(r request) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.running[r.demand] == limit(r.demand) {
-		f.queue[r.demand] = append(f.queue[r.demand], r)
+	u := r.urgency
+	if f.running[u] == maxRunning[u] {
+		f.queue[u] = append(f.queue[u], r)
 		return
 	}
-	f.running[r.demand]++
+	f.running[u]++
 	f.wg.Add(1)
 	go f.work(r)
 }
 
-// work does requests of one kind until none is queued.
+// work does requests of one urgency until none is queued.
 func (f *fetches) work(r request) {
 	defer f.wg.Done()
+	u := r.urgency
 	for {
-		err := f.p.cfg.Fetcher.Fetch(f.p.ctx, r.Blob, []uint32{r.Chunk.Chunk}, r.demand)
-		f.p.mu.Lock()
-		f.p.landed = append(f.p.landed, landing{r, err})
-		f.p.mu.Unlock()
-		f.p.wake()
+		err := f.p.cfg.Fetcher.Fetch(f.p.ctx, r.blob, r.chunks, u)
+		if u != Ahead { // for which nobody waits
+			f.p.mu.Lock()
+			f.p.landed = append(f.p.landed, landing{r, err})
+			f.p.mu.Unlock()
+			f.p.wake()
+		}
 
 		f.mu.Lock()
-		q := f.queue[r.demand]
+		q := f.queue[u]
 		if len(q) == 0 || f.p.ctx.Err() != nil {
-			f.running[r.demand]--
+			f.running[u]--
 			f.mu.Unlock()
 			return
 		}
-		r, f.queue[r.demand] = q[0], q[1:]
+		r, f.queue[u] = q[0], q[1:]
 		f.mu.Unlock()
 	}
 }

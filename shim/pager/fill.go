@@ -14,7 +14,7 @@ import (
 const (
 	// faultWindow: copying 64 KiB costs a fraction of one more round trip through
 	// the scheduler, and the kernel maps as much of a file around a fault.
-	faultWindow = 64 << 10
+	faultWindow = 128 << 10
 	// zeroWindow: mapping the zero page costs about 0.1 µs a page and no memory.
 	zeroWindow = 256 << 10
 	// fillWindow and fillZeroWindow bound how long a fault waits for the
@@ -44,7 +44,9 @@ func (p *Pager) answer(s *space, page uint64) error {
 			st := p.stores[seg.blob]
 			at := seg.from(page).page
 			chunk := st.blob.ChunkOf(at)
-			p.rec.touch(seg.blob, chunk)
+			if p.rec.touch(seg.blob, chunk) {
+				p.readAhead(seg.blob, chunk)
+			}
 			if !st.present(chunk) {
 				p.await(s, page, Chunk{uint32(seg.blob), uint32(chunk)})
 				return nil
@@ -175,7 +177,22 @@ func (p *Pager) await(s *space, page uint64, c Chunk) {
 	w.faults = append(w.faults, fault{s, page})
 	if !w.demand {
 		w.demand = true
-		p.fetches.ask(request{c, true})
+		p.fetches.ask(request{c.Blob, []uint32{c.Chunk}, Demand})
+	}
+}
+
+// readAhead asks for the chunks that are likely to be touched after this one, if
+// that can be told.
+func (p *Pager) readAhead(blob int32, chunk int) {
+	st := p.stores[blob]
+	var list []uint32
+	for _, c := range p.loop.predict[blob].Touch(chunk, len(st.blob.Chunks)) {
+		if !st.present(c) {
+			list = append(list, uint32(c))
+		}
+	}
+	if len(list) > 0 {
+		p.fetches.ask(request{uint32(blob), list, Ahead})
 	}
 }
 
@@ -250,12 +267,12 @@ func (p *Pager) lookAhead(s *space, at uint64) {
 		page := seg.from(at).page
 		chunk := st.blob.ChunkOf(page)
 		if c := (Chunk{uint32(seg.blob), uint32(chunk)}); !st.present(chunk) && p.loop.waits[c] == nil {
-			if p.loop.background == 2*maxBackground {
+			if p.loop.background == 2*maxRunning[Background] {
 				return
 			}
 			p.loop.background++
 			p.loop.waits[c] = &wait{}
-			p.fetches.ask(request{c, false})
+			p.fetches.ask(request{c.Blob, []uint32{c.Chunk}, Background})
 		}
 		at = min(seg.end, at+(st.blob.FirstPage(chunk+1)-page)*pageSize)
 	}

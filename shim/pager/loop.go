@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"thaw.dev/thaw/criu/uffd"
+	"thaw.dev/thaw/shim/readahead"
 )
 
 // loop is what only the goroutine that serves faults touches.
@@ -20,7 +21,8 @@ type loop struct {
 	// restless are the spaces whose epoch should end soon: they have children that
 	// are not followed yet, or memory was moved.
 	restless map[*space]bool
-	failed   error // what cannot be returned
+	failed   error                 // what cannot be returned
+	predict  []readahead.Predictor // by blob
 	waits    map[Chunk]*wait
 	events   uffd.Buffer
 	round    []fault // to be answered now
@@ -67,7 +69,8 @@ const (
 	retryBackground = time.Second
 )
 
-func (l *loop) init(*Pager) {
+func (l *loop) init(p *Pager) {
+	l.predict = make([]readahead.Predictor, len(p.stores))
 	l.spaces, l.restless, l.waits = map[int32]*space{}, map[*space]bool{}, map[Chunk]*wait{}
 	l.swept, l.started = minSweep, time.Now()
 }
@@ -259,35 +262,37 @@ func (p *Pager) tellFilled() {
 // land handles the answer to a request.
 func (p *Pager) land(r landing) error {
 	l := &p.loop
-	if !r.demand {
+	demand := r.urgency == Demand
+	if !demand {
 		l.background--
 	}
-	w := l.waits[r.Chunk]
+	c := Chunk{r.blob, r.chunks[0]} // there is one, whatever the urgency
+	w := l.waits[c]
 	if w == nil {
 		return nil
 	}
-	present := p.stores[r.Blob].present(int(r.Chunk.Chunk))
+	present := p.stores[c.Blob].present(int(c.Chunk))
 	if r.err == nil && !present {
-		return fmt.Errorf("chunk %d of blob %d was reported as fetched but is not marked in the page store: restart thaw-snapshotter", r.Chunk.Chunk, r.Blob)
+		return fmt.Errorf("chunk %d of blob %d was reported as fetched but is not marked in the page store: restart thaw-snapshotter", c.Chunk, c.Blob)
 	}
 	if !present {
-		if w.demand && !r.demand {
+		if w.demand && !demand {
 			return nil // the request that faults wait for is still under way
 		}
-		if r.demand && anyAlive(w.faults) {
+		if demand && anyAlive(w.faults) {
 			if errors.Is(r.err, context.Canceled) && p.ctx.Err() != nil {
 				return errClosing
 			}
-			return fmt.Errorf("chunk %d of blob %d: %w", r.Chunk.Chunk, r.Blob, r.err)
+			return fmt.Errorf("chunk %d of blob %d: %w", c.Chunk, c.Blob, r.err)
 		}
 		// Nobody waits. The background filling asks again, but not at once: the
 		// registry may be down for long, and a fault will ask for itself.
 		l.holdOff = time.Now().Add(retryBackground)
-		delete(l.waits, r.Chunk)
+		delete(l.waits, c)
 		return nil
 	}
 	l.round = append(l.round, w.faults...)
-	delete(l.waits, r.Chunk)
+	delete(l.waits, c)
 	return nil
 }
 

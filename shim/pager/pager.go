@@ -59,15 +59,26 @@ const (
 	Complete Policy = "complete"
 )
 
+// Urgency is how soon chunks are needed.
+type Urgency int
+
+const (
+	// Background is some day.
+	Background Urgency = iota
+	// Ahead is soon: a process is likely to touch them.
+	Ahead
+	// Demand is now: a process waits.
+	Demand
+)
+
 // Fetcher brings chunks into the page store.
 type Fetcher interface {
 	// Fetch returns when the chunks of a blob (an index into the page index's
-	// blobs) are in the store and marked present. demand is true if a process
-	// waits. The same chunk may be asked for again with demand, to overtake.
-	// Fetch is called from several goroutines and must return soon after the
-	// context is done. It does its own retries: an error with demand is the end
-	// of the container.
-	Fetch(ctx context.Context, blob uint32, chunks []uint32, demand bool) error
+	// blobs) are in the store and marked present. The same chunk may be asked for
+	// again with more urgency, to overtake. Fetch is called from several goroutines
+	// and must return soon after the context is done. It does its own retries: an
+	// error with Demand is the end of the container.
+	Fetch(ctx context.Context, blob uint32, chunks []uint32, urgency Urgency) error
 }
 
 // Holder keeps duplicates of userfaultfds in another process. A descriptor that
@@ -180,7 +191,7 @@ func New(cfg Config) (*Pager, error) {
 	}
 	p.missing.Store(int64(p.total))
 	p.rec.init(cfg.Index)
-	p.fetches.init(p)
+	p.fetches.p = p
 	p.loop.init(p)
 	go p.run()
 	return p, nil

@@ -27,10 +27,11 @@ func (r *record) init(x *pageindex.Index) {
 	}
 }
 
-func (r *record) touch(blob int32, chunk int) {
+// touch tells whether it is the chunk's first one.
+func (r *record) touch(blob int32, chunk int) bool {
 	word, bit := &r.seen[blob][chunk/64], uint64(1)<<(chunk%64)
 	if *word&bit != 0 {
-		return
+		return false
 	}
 	*word |= bit
 	r.mu.Lock()
@@ -38,6 +39,7 @@ func (r *record) touch(blob int32, chunk int) {
 	if len(r.order) < MaxRecorded {
 		r.order = append(r.order, Chunk{uint32(blob), uint32(chunk)})
 	}
+	return true
 }
 
 func (r *record) list() []Chunk {

@@ -26,6 +26,56 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// Urgency is how soon chunks are needed.
+type Urgency int32
+
+const (
+	Urgency_BACKGROUND Urgency = 0 // some day
+	Urgency_DEMAND     Urgency = 1 // a process waits
+	Urgency_AHEAD      Urgency = 2 // a process is likely to touch them soon
+)
+
+// Enum value maps for Urgency.
+var (
+	Urgency_name = map[int32]string{
+		0: "BACKGROUND",
+		1: "DEMAND",
+		2: "AHEAD",
+	}
+	Urgency_value = map[string]int32{
+		"BACKGROUND": 0,
+		"DEMAND":     1,
+		"AHEAD":      2,
+	}
+)
+
+func (x Urgency) Enum() *Urgency {
+	p := new(Urgency)
+	*p = x
+	return p
+}
+
+func (x Urgency) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Urgency) Descriptor() protoreflect.EnumDescriptor {
+	return file_node_proto_enumTypes[0].Descriptor()
+}
+
+func (Urgency) Type() protoreflect.EnumType {
+	return &file_node_proto_enumTypes[0]
+}
+
+func (x Urgency) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Urgency.Descriptor instead.
+func (Urgency) EnumDescriptor() ([]byte, []int) {
+	return file_node_proto_rawDescGZIP(), []int{0}
+}
+
 type PrepareRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Namespace     string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"` // containerd's
@@ -341,7 +391,7 @@ type FetchRequest struct {
 	RestoreId     string                 `protobuf:"bytes,1,opt,name=restore_id,json=restoreId,proto3" json:"restore_id,omitempty"`
 	Blob          uint32                 `protobuf:"varint,2,opt,name=blob,proto3" json:"blob,omitempty"` // index into PrepareResponse.stores
 	Chunks        []uint32               `protobuf:"varint,3,rep,packed,name=chunks,proto3" json:"chunks,omitempty"`
-	Demand        bool                   `protobuf:"varint,4,opt,name=demand,proto3" json:"demand,omitempty"` // a process waits for it
+	Urgency       Urgency                `protobuf:"varint,4,opt,name=urgency,proto3,enum=thaw.node.v1.Urgency" json:"urgency,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -397,11 +447,11 @@ func (x *FetchRequest) GetChunks() []uint32 {
 	return nil
 }
 
-func (x *FetchRequest) GetDemand() bool {
+func (x *FetchRequest) GetUrgency() Urgency {
 	if x != nil {
-		return x.Demand
+		return x.Urgency
 	}
-	return false
+	return Urgency_BACKGROUND
 }
 
 type FetchResponse struct {
@@ -1052,13 +1102,13 @@ const file_node_proto_rawDesc = "" +
 	"\n" +
 	"restore_id\x18\x01 \x01(\tR\trestoreId\x12\x16\n" +
 	"\x06rootfs\x18\x02 \x01(\tR\x06rootfs\"\x0f\n" +
-	"\rAdmitResponse\"q\n" +
+	"\rAdmitResponse\"\x8a\x01\n" +
 	"\fFetchRequest\x12\x1d\n" +
 	"\n" +
 	"restore_id\x18\x01 \x01(\tR\trestoreId\x12\x12\n" +
 	"\x04blob\x18\x02 \x01(\rR\x04blob\x12\x16\n" +
-	"\x06chunks\x18\x03 \x03(\rR\x06chunks\x12\x16\n" +
-	"\x06demand\x18\x04 \x01(\bR\x06demand\"\x0f\n" +
+	"\x06chunks\x18\x03 \x03(\rR\x06chunks\x12/\n" +
+	"\aurgency\x18\x04 \x01(\x0e2\x15.thaw.node.v1.UrgencyR\aurgency\"\x0f\n" +
 	"\rFetchResponse\"=\n" +
 	"\rReportRequest\x12,\n" +
 	"\x06status\x18\x01 \x01(\v2\x14.thaw.node.v1.StatusR\x06status\"\x10\n" +
@@ -1100,7 +1150,13 @@ const file_node_proto_rawDesc = "" +
 	"\rremote_faults\x18\r \x01(\x04R\fremoteFaults\x12&\n" +
 	"\x0fstarted_unix_ns\x18\x0e \x01(\x03R\rstartedUnixNs\x12\x10\n" +
 	"\x03pod\x18\x0f \x01(\tR\x03pod\x12'\n" +
-	"\x0frecorded_chunks\x18\x10 \x01(\x04R\x0erecordedChunks2\xb4\x04\n" +
+	"\x0frecorded_chunks\x18\x10 \x01(\x04R\x0erecordedChunks*0\n" +
+	"\aUrgency\x12\x0e\n" +
+	"\n" +
+	"BACKGROUND\x10\x00\x12\n" +
+	"\n" +
+	"\x06DEMAND\x10\x01\x12\t\n" +
+	"\x05AHEAD\x10\x022\xb4\x04\n" +
 	"\x04Node\x12F\n" +
 	"\aPrepare\x12\x1c.thaw.node.v1.PrepareRequest\x1a\x1d.thaw.node.v1.PrepareResponse\x12@\n" +
 	"\x05Admit\x12\x1a.thaw.node.v1.AdmitRequest\x1a\x1b.thaw.node.v1.AdmitResponse\x12@\n" +
@@ -1124,52 +1180,55 @@ func file_node_proto_rawDescGZIP() []byte {
 	return file_node_proto_rawDescData
 }
 
+var file_node_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
 var file_node_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_node_proto_goTypes = []any{
-	(*PrepareRequest)(nil),     // 0: thaw.node.v1.PrepareRequest
-	(*PrepareResponse)(nil),    // 1: thaw.node.v1.PrepareResponse
-	(*Store)(nil),              // 2: thaw.node.v1.Store
-	(*AdmitRequest)(nil),       // 3: thaw.node.v1.AdmitRequest
-	(*AdmitResponse)(nil),      // 4: thaw.node.v1.AdmitResponse
-	(*FetchRequest)(nil),       // 5: thaw.node.v1.FetchRequest
-	(*FetchResponse)(nil),      // 6: thaw.node.v1.FetchResponse
-	(*ReportRequest)(nil),      // 7: thaw.node.v1.ReportRequest
-	(*ReportResponse)(nil),     // 8: thaw.node.v1.ReportResponse
-	(*RecordRequest)(nil),      // 9: thaw.node.v1.RecordRequest
-	(*RecordResponse)(nil),     // 10: thaw.node.v1.RecordResponse
-	(*WorkingSetRequest)(nil),  // 11: thaw.node.v1.WorkingSetRequest
-	(*WorkingSetResponse)(nil), // 12: thaw.node.v1.WorkingSetResponse
-	(*ReleaseRequest)(nil),     // 13: thaw.node.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),    // 14: thaw.node.v1.ReleaseResponse
-	(*ListRequest)(nil),        // 15: thaw.node.v1.ListRequest
-	(*ListResponse)(nil),       // 16: thaw.node.v1.ListResponse
-	(*Status)(nil),             // 17: thaw.node.v1.Status
+	(Urgency)(0),               // 0: thaw.node.v1.Urgency
+	(*PrepareRequest)(nil),     // 1: thaw.node.v1.PrepareRequest
+	(*PrepareResponse)(nil),    // 2: thaw.node.v1.PrepareResponse
+	(*Store)(nil),              // 3: thaw.node.v1.Store
+	(*AdmitRequest)(nil),       // 4: thaw.node.v1.AdmitRequest
+	(*AdmitResponse)(nil),      // 5: thaw.node.v1.AdmitResponse
+	(*FetchRequest)(nil),       // 6: thaw.node.v1.FetchRequest
+	(*FetchResponse)(nil),      // 7: thaw.node.v1.FetchResponse
+	(*ReportRequest)(nil),      // 8: thaw.node.v1.ReportRequest
+	(*ReportResponse)(nil),     // 9: thaw.node.v1.ReportResponse
+	(*RecordRequest)(nil),      // 10: thaw.node.v1.RecordRequest
+	(*RecordResponse)(nil),     // 11: thaw.node.v1.RecordResponse
+	(*WorkingSetRequest)(nil),  // 12: thaw.node.v1.WorkingSetRequest
+	(*WorkingSetResponse)(nil), // 13: thaw.node.v1.WorkingSetResponse
+	(*ReleaseRequest)(nil),     // 14: thaw.node.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),    // 15: thaw.node.v1.ReleaseResponse
+	(*ListRequest)(nil),        // 16: thaw.node.v1.ListRequest
+	(*ListResponse)(nil),       // 17: thaw.node.v1.ListResponse
+	(*Status)(nil),             // 18: thaw.node.v1.Status
 }
 var file_node_proto_depIdxs = []int32{
-	2,  // 0: thaw.node.v1.PrepareResponse.stores:type_name -> thaw.node.v1.Store
-	17, // 1: thaw.node.v1.ReportRequest.status:type_name -> thaw.node.v1.Status
-	17, // 2: thaw.node.v1.ListResponse.restores:type_name -> thaw.node.v1.Status
-	0,  // 3: thaw.node.v1.Node.Prepare:input_type -> thaw.node.v1.PrepareRequest
-	3,  // 4: thaw.node.v1.Node.Admit:input_type -> thaw.node.v1.AdmitRequest
-	5,  // 5: thaw.node.v1.Node.Fetch:input_type -> thaw.node.v1.FetchRequest
-	7,  // 6: thaw.node.v1.Node.Report:input_type -> thaw.node.v1.ReportRequest
-	9,  // 7: thaw.node.v1.Node.Record:input_type -> thaw.node.v1.RecordRequest
-	11, // 8: thaw.node.v1.Node.WorkingSet:input_type -> thaw.node.v1.WorkingSetRequest
-	13, // 9: thaw.node.v1.Node.Release:input_type -> thaw.node.v1.ReleaseRequest
-	15, // 10: thaw.node.v1.Node.List:input_type -> thaw.node.v1.ListRequest
-	1,  // 11: thaw.node.v1.Node.Prepare:output_type -> thaw.node.v1.PrepareResponse
-	4,  // 12: thaw.node.v1.Node.Admit:output_type -> thaw.node.v1.AdmitResponse
-	6,  // 13: thaw.node.v1.Node.Fetch:output_type -> thaw.node.v1.FetchResponse
-	8,  // 14: thaw.node.v1.Node.Report:output_type -> thaw.node.v1.ReportResponse
-	10, // 15: thaw.node.v1.Node.Record:output_type -> thaw.node.v1.RecordResponse
-	12, // 16: thaw.node.v1.Node.WorkingSet:output_type -> thaw.node.v1.WorkingSetResponse
-	14, // 17: thaw.node.v1.Node.Release:output_type -> thaw.node.v1.ReleaseResponse
-	16, // 18: thaw.node.v1.Node.List:output_type -> thaw.node.v1.ListResponse
-	11, // [11:19] is the sub-list for method output_type
-	3,  // [3:11] is the sub-list for method input_type
-	3,  // [3:3] is the sub-list for extension type_name
-	3,  // [3:3] is the sub-list for extension extendee
-	0,  // [0:3] is the sub-list for field type_name
+	3,  // 0: thaw.node.v1.PrepareResponse.stores:type_name -> thaw.node.v1.Store
+	0,  // 1: thaw.node.v1.FetchRequest.urgency:type_name -> thaw.node.v1.Urgency
+	18, // 2: thaw.node.v1.ReportRequest.status:type_name -> thaw.node.v1.Status
+	18, // 3: thaw.node.v1.ListResponse.restores:type_name -> thaw.node.v1.Status
+	1,  // 4: thaw.node.v1.Node.Prepare:input_type -> thaw.node.v1.PrepareRequest
+	4,  // 5: thaw.node.v1.Node.Admit:input_type -> thaw.node.v1.AdmitRequest
+	6,  // 6: thaw.node.v1.Node.Fetch:input_type -> thaw.node.v1.FetchRequest
+	8,  // 7: thaw.node.v1.Node.Report:input_type -> thaw.node.v1.ReportRequest
+	10, // 8: thaw.node.v1.Node.Record:input_type -> thaw.node.v1.RecordRequest
+	12, // 9: thaw.node.v1.Node.WorkingSet:input_type -> thaw.node.v1.WorkingSetRequest
+	14, // 10: thaw.node.v1.Node.Release:input_type -> thaw.node.v1.ReleaseRequest
+	16, // 11: thaw.node.v1.Node.List:input_type -> thaw.node.v1.ListRequest
+	2,  // 12: thaw.node.v1.Node.Prepare:output_type -> thaw.node.v1.PrepareResponse
+	5,  // 13: thaw.node.v1.Node.Admit:output_type -> thaw.node.v1.AdmitResponse
+	7,  // 14: thaw.node.v1.Node.Fetch:output_type -> thaw.node.v1.FetchResponse
+	9,  // 15: thaw.node.v1.Node.Report:output_type -> thaw.node.v1.ReportResponse
+	11, // 16: thaw.node.v1.Node.Record:output_type -> thaw.node.v1.RecordResponse
+	13, // 17: thaw.node.v1.Node.WorkingSet:output_type -> thaw.node.v1.WorkingSetResponse
+	15, // 18: thaw.node.v1.Node.Release:output_type -> thaw.node.v1.ReleaseResponse
+	17, // 19: thaw.node.v1.Node.List:output_type -> thaw.node.v1.ListResponse
+	12, // [12:20] is the sub-list for method output_type
+	4,  // [4:12] is the sub-list for method input_type
+	4,  // [4:4] is the sub-list for extension type_name
+	4,  // [4:4] is the sub-list for extension extendee
+	0,  // [0:4] is the sub-list for field type_name
 }
 
 func init() { file_node_proto_init() }
@@ -1182,13 +1241,14 @@ func file_node_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_node_proto_rawDesc), len(file_node_proto_rawDesc)),
-			NumEnums:      0,
+			NumEnums:      1,
 			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
 		GoTypes:           file_node_proto_goTypes,
 		DependencyIndexes: file_node_proto_depIdxs,
+		EnumInfos:         file_node_proto_enumTypes,
 		MessageInfos:      file_node_proto_msgTypes,
 	}.Build()
 	File_node_proto = out.File

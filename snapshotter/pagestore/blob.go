@@ -257,16 +257,11 @@ func (b *Blob) presentBytes() (n int64) {
 	return n
 }
 
-// Fetch returns when the chunks are there, or with the first error. waited says
-// that a process waits. The source is used unless somebody else's is at work
-// already.
-func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, waited bool) error {
+// Fetch returns when the chunks are there, or with the first error. The source is
+// used unless somebody else's is at work already.
+func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, u Urgency) error {
 	if err := b.checkChunks(chunks); err != nil {
 		return err
-	}
-	u := background
-	if waited {
-		u = demand
 	}
 	if !slices.IsSorted(chunks) { // neighbours go into one request
 		chunks = slices.Sorted(slices.Values(chunks))
@@ -287,7 +282,7 @@ func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, waited bool)
 			}
 			if w.src != src && ctx.Err() == nil {
 				// Another image's registry failed; this one's may not.
-				if err = b.Fetch(ctx, src, []int{w.chunk}, waited); err == nil {
+				if err = b.Fetch(ctx, src, []int{w.chunk}, u); err == nil {
 					continue
 				}
 			} else {
@@ -324,7 +319,7 @@ func (b *Blob) Prefetch(ctx context.Context, src Source, chunks []int) (wait fun
 		return nil, err
 	}
 	chunks = slices.DeleteFunc(slices.Clone(chunks), b.Present) // which are no hits of the cache
-	wants, err := b.enqueue(src, chunks, soon)
+	wants, err := b.enqueue(src, chunks, Soon)
 	if err != nil {
 		b.Release()
 		return nil, err
@@ -346,7 +341,7 @@ func (b *Blob) Prefetch(ctx context.Context, src Source, chunks []int) (wait fun
 	}, nil
 }
 
-func (b *Blob) enqueue(src Source, chunks []int, u urgency) ([]*want, error) {
+func (b *Blob) enqueue(src Source, chunks []int, u Urgency) ([]*want, error) {
 	s := b.store
 	var wants []*want
 	s.mu.Lock()
@@ -403,7 +398,7 @@ func (b *Blob) Fill(ctx context.Context, src Source) error {
 	var batch []int
 	var size int64
 	flush := func() error {
-		err := b.Fetch(ctx, src, batch, false)
+		err := b.Fetch(ctx, src, batch, Background)
 		batch, size = batch[:0], 0
 		return err
 	}

@@ -197,7 +197,7 @@ func TestOnce(t *testing.T) {
 			order := r.Perm(len(f.blob.Chunks))
 			for len(order) > 0 {
 				n := min(1+r.IntN(20), len(order))
-				if err := b.Fetch(context.Background(), src, order[:n], i%3 != 0); err != nil {
+				if err := b.Fetch(context.Background(), src, order[:n], Urgency(i%3)); err != nil {
 					t.Error(err)
 					return
 				}
@@ -232,7 +232,7 @@ func TestCoalesced(t *testing.T) {
 	defer s.Close()
 	b := acquire(t, s, f)
 	defer b.Release()
-	if err := b.Fetch(t.Context(), src, all(f), true); err != nil {
+	if err := b.Fetch(t.Context(), src, all(f), Demand); err != nil {
 		t.Fatal(err)
 	}
 	least := int(f.blob.Size()/s.opts.RequestSize) + 1
@@ -257,12 +257,12 @@ func TestDemandFirst(t *testing.T) {
 	src.gate <- struct{}{} // the first background request is out
 	wanted := len(f.blob.Chunks) - 1
 	got := make(chan error, 1)
-	go func() { got <- b.Fetch(context.Background(), src, []int{wanted}, true) }()
+	go func() { got <- b.Fetch(context.Background(), src, []int{wanted}, Demand) }()
 	// Whatever else runs at this moment, the next request that starts is ours.
 	for {
 		s.mu.Lock()
 		w := b.wants[wanted]
-		asked := w != nil && w.urgency == demand
+		asked := w != nil && w.urgency == Demand
 		s.mu.Unlock()
 		if asked {
 			break
@@ -295,18 +295,18 @@ func TestSchedule(t *testing.T) {
 	opts := &Options{Parallel: 4, RequestSize: 1 << 20, Quiet: time.Second, BackgroundRate: 1}
 	b := &Blob{index: f.blob, wants: map[int]*want{}}
 	q := &scheduler{}
-	add := func(chunk int, u urgency) *want {
+	add := func(chunk int, u Urgency) *want {
 		w := &want{blob: b, chunk: chunk, urgency: u, done: make(chan struct{})}
 		b.wants[chunk] = w
 		q.add(w)
 		return w
 	}
 	now := time.Unix(1000, 0)
-	add(0, background)
-	late := add(5, background)
-	add(9, demand)
+	add(0, Background)
+	late := add(5, Background)
+	add(9, Demand)
 	d, _ := q.take(now, opts)
-	if d == nil || d.urgency != demand || d.wants[0].chunk != 9 {
+	if d == nil || d.urgency != Demand || d.wants[0].chunk != 9 {
 		t.Fatalf("%+v", d)
 	}
 	if bg, wait := q.take(now, opts); bg != nil || wait != 0 {
@@ -316,7 +316,7 @@ func TestSchedule(t *testing.T) {
 	if bg, wait := q.take(now.Add(time.Millisecond), opts); bg != nil || wait != 999*time.Millisecond {
 		t.Fatalf("background does not keep quiet: %v %s", bg, wait)
 	}
-	late.urgency = demand
+	late.urgency = Demand
 	q.add(late)
 	if p, _ := q.take(now, opts); p == nil || p.wants[0] != late {
 		t.Fatal("promoted chunk is not next")
@@ -324,10 +324,10 @@ func TestSchedule(t *testing.T) {
 		q.end(p, now)
 	}
 	bg, _ := q.take(now.Add(2*time.Second), opts)
-	if bg == nil || bg.urgency != background || bg.wants[0].chunk != 0 {
+	if bg == nil || bg.urgency != Background || bg.wants[0].chunk != 0 {
 		t.Fatalf("%+v", bg)
 	}
-	add(1, background)
+	add(1, Background)
 	if next, wait := q.take(now.Add(2*time.Second), opts); next != nil || wait <= 0 {
 		t.Fatal("rate limit is ignored")
 	}
@@ -339,7 +339,7 @@ func TestScheduleSoon(t *testing.T) {
 	opts := &Options{Parallel: 8, RequestSize: 1 << 20}
 	b := &Blob{index: f.blob, wants: map[int]*want{}}
 	q := &scheduler{}
-	add := func(u urgency, chunks ...int) {
+	add := func(u Urgency, chunks ...int) {
 		for _, c := range chunks {
 			w := &want{blob: b, chunk: c, urgency: u, done: make(chan struct{})}
 			b.wants[c] = w
@@ -347,7 +347,7 @@ func TestScheduleSoon(t *testing.T) {
 		}
 	}
 	now := time.Unix(1000, 0)
-	take := func(u urgency, chunks ...int) *task {
+	take := func(u Urgency, chunks ...int) *task {
 		t.Helper()
 		got, _ := q.take(now, opts)
 		if got == nil || got.urgency != u {
@@ -362,31 +362,31 @@ func TestScheduleSoon(t *testing.T) {
 		}
 		return got
 	}
-	add(background, 0, 8)
-	add(soon, 12, 11, 10, 13, 7, 3, 5, 16, 18)
-	add(demand, 1)
-	wait := take(demand, 1)
-	first := take(soon, 10, 11, 12, 13) // neighbours in one request, whatever their order
-	take(soon, 7)                       // not the background's neighbour
-	take(soon, 3)
+	add(Background, 0, 8)
+	add(Soon, 12, 11, 10, 13, 7, 3, 5, 16, 18)
+	add(Demand, 1)
+	wait := take(Demand, 1)
+	first := take(Soon, 10, 11, 12, 13) // neighbours in one request, whatever their order
+	take(Soon, 7)                       // not the background's neighbour
+	take(Soon, 3)
 	if next, _ := q.take(now, opts); next != nil {
 		t.Fatalf("%+v begins while a process waits", next)
 	}
-	b.wants[16].urgency = demand // it was touched
+	b.wants[16].urgency = Demand // it was touched
 	q.add(b.wants[16])
 	q.end(wait, now)
-	wait = take(demand, 16)
+	wait = take(Demand, 16)
 	q.end(wait, now)
-	take(soon, 5)
-	take(soon, 18)
+	take(Soon, 5)
+	take(Soon, 18)
 	if next, _ := q.take(now, opts); next != nil {
 		t.Fatalf("%+v begins before what is needed soon is there", next)
 	}
 	q.end(first, now)
 	for range 4 {
-		q.end(&task{urgency: soon}, now)
+		q.end(&task{urgency: Soon}, now)
 	}
-	take(background, 0)
+	take(Background, 0)
 }
 
 // TestPrefetch: what is prefetched is there, is fetched once, and is no hit of the cache.
@@ -429,7 +429,7 @@ func TestPrefetch(t *testing.T) {
 		t.Fatal(err)
 	}
 	close(src.gate)
-	if err := b.Fetch(t.Context(), src, []int{10, 20, 30, 50, 55}, true); err != nil {
+	if err := b.Fetch(t.Context(), src, []int{10, 20, 30, 50, 55}, Demand); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -445,7 +445,7 @@ func TestRestart(t *testing.T) {
 		b := acquire(t, s, f)
 		defer b.Release()
 		before := src.requests
-		if err := b.Fetch(t.Context(), src, all(f), true); err != nil {
+		if err := b.Fetch(t.Context(), src, all(f), Demand); err != nil {
 			t.Fatal(err)
 		}
 		check(t, b, f)
@@ -492,7 +492,7 @@ func TestDamagedFolder(t *testing.T) {
 			defer s.Close()
 			src := newSource(f)
 			b := acquire(t, s, f)
-			if err := b.Fetch(t.Context(), src, all(f), true); err != nil {
+			if err := b.Fetch(t.Context(), src, all(f), Demand); err != nil {
 				t.Fatal(err)
 			}
 			b.Release()
@@ -504,7 +504,7 @@ func TestDamagedFolder(t *testing.T) {
 			}
 			b = acquire(t, s, f)
 			defer b.Release()
-			if err := b.Fetch(t.Context(), src, all(f), true); err != nil {
+			if err := b.Fetch(t.Context(), src, all(f), Demand); err != nil {
 				t.Fatal(err)
 			}
 			check(t, b, f)
@@ -523,7 +523,7 @@ func TestDamagedChunk(t *testing.T) {
 	defer s.Close()
 	b := acquire(t, s, f)
 	defer b.Release()
-	if err := b.Fetch(t.Context(), src, all(f), true); err != nil {
+	if err := b.Fetch(t.Context(), src, all(f), Demand); err != nil {
 		t.Fatal(err)
 	}
 	check(t, b, f)
@@ -535,7 +535,7 @@ func TestDamagedChunk(t *testing.T) {
 	bad.damage.Store(1 << 30)
 	b2 := acquire(t, s, g)
 	defer b2.Release()
-	if err := b2.Fetch(t.Context(), bad, all(g), true); !errdefs.IsDataLoss(err) || !errors.Is(err, pageblob.ErrDamaged) {
+	if err := b2.Fetch(t.Context(), bad, all(g), Demand); !errdefs.IsDataLoss(err) || !errors.Is(err, pageblob.ErrDamaged) {
 		t.Fatalf("got %v", err)
 	}
 	if b2.Present(0) {
@@ -554,12 +554,12 @@ func TestSourceFails(t *testing.T) {
 	b := acquire(t, s, f)
 	defer b.Release()
 	first := make(chan error, 1)
-	go func() { first <- b.Fetch(context.Background(), bad, []int{0}, true) }()
+	go func() { first <- b.Fetch(context.Background(), bad, []int{0}, Demand) }()
 	bad.gate <- struct{}{}
 	if err := <-first; !errdefs.IsNotFound(err) {
 		t.Fatalf("got %v", err)
 	}
-	if err := b.Fetch(t.Context(), good, all(f), true); err != nil {
+	if err := b.Fetch(t.Context(), good, all(f), Demand); err != nil {
 		t.Fatal(err)
 	}
 	check(t, b, f)
@@ -570,7 +570,7 @@ func TestEviction(t *testing.T) {
 	s := openStore(t, Options{CacheSize: int64(len(a.pages) + len(b.pages) + 4096)})
 	load := func(f *fixture) *Blob {
 		blob := acquire(t, s, f)
-		if err := blob.Fetch(t.Context(), newSource(f), all(f), true); err != nil {
+		if err := blob.Fetch(t.Context(), newSource(f), all(f), Demand); err != nil {
 			t.Fatal(err)
 		}
 		return blob
@@ -603,15 +603,15 @@ func TestCancelAndClose(t *testing.T) {
 	b := acquire(t, s, f)
 	ctx, cancel := context.WithCancel(t.Context())
 	first := make(chan error, 1)
-	go func() { first <- b.Fetch(ctx, src, []int{0}, true) }()
+	go func() { first <- b.Fetch(ctx, src, []int{0}, Demand) }()
 	src.gate <- struct{}{}
 	cancel()
 	<-first
-	if err := b.Fetch(ctx, src, []int{1}, false); !errors.Is(err, context.Canceled) {
+	if err := b.Fetch(ctx, src, []int{1}, Background); !errors.Is(err, context.Canceled) {
 		t.Fatalf("cancelled: %v", err)
 	}
 	waiting := make(chan error, 1)
-	go func() { waiting <- b.Fetch(t.Context(), src, all(f), true) }()
+	go func() { waiting <- b.Fetch(t.Context(), src, all(f), Demand) }()
 	src.gate <- struct{}{}
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
@@ -619,7 +619,7 @@ func TestCancelAndClose(t *testing.T) {
 	if err := <-waiting; err == nil {
 		t.Fatal("a fetch succeeded in a closed store")
 	}
-	if err := b.Fetch(t.Context(), src, []int{2}, true); !errdefs.IsAborted(err) {
+	if err := b.Fetch(t.Context(), src, []int{2}, Demand); !errdefs.IsAborted(err) {
 		t.Fatalf("after close: %v", err)
 	}
 	if _, err := s.Acquire(&f.blob); !errdefs.IsAborted(err) {
@@ -641,12 +641,12 @@ func TestArguments(t *testing.T) {
 	defer s.Close()
 	b := acquire(t, s, f)
 	for _, c := range []int{-1, 2} {
-		if err := b.Fetch(t.Context(), newSource(f), []int{c}, true); !errdefs.IsInvalidArgument(err) {
+		if err := b.Fetch(t.Context(), newSource(f), []int{c}, Demand); !errdefs.IsInvalidArgument(err) {
 			t.Errorf("chunk %d: %v", c, err)
 		}
 	}
 	b.Release()
-	if err := b.Fetch(t.Context(), newSource(f), []int{0}, true); err == nil {
+	if err := b.Fetch(t.Context(), newSource(f), []int{0}, Demand); err == nil {
 		t.Error("a released blob fetches")
 	}
 }

@@ -17,7 +17,7 @@ func TestReadPages(t *testing.T) {
 	defer s.Close()
 	b := acquire(t, s, f)
 	defer b.Release()
-	if err := b.Fetch(t.Context(), newSource(f), []int{0, 1, 3}, true); err != nil {
+	if err := b.Fetch(t.Context(), newSource(f), []int{0, 1, 3}, Demand); err != nil {
 		t.Fatal(err)
 	}
 	size := func(pages uint64) []byte { return make([]byte, pages*pageindex.PageSize) }

@@ -10,20 +10,20 @@ type want struct {
 	blob    *Blob
 	chunk   int
 	src     Source
-	urgency urgency
+	urgency Urgency
 	state   wantState
 	waiters int
 	done    chan struct{}
 	err     error
 }
 
-// urgency is how soon a chunk is needed. It only grows.
-type urgency uint8
+// Urgency is how soon a chunk is needed.
+type Urgency uint8
 
 const (
-	background urgency = iota // some day
-	soon                      // a process is likely to ask for it
-	demand                    // a process waits
+	Background Urgency = iota // some day
+	Soon                      // a process is likely to touch it
+	Demand                    // a process waits
 	urgencies
 )
 
@@ -70,12 +70,12 @@ func (q *scheduler) stop() {
 // task is one request: neighbouring chunks of a blob.
 type task struct {
 	wants   []*want
-	urgency urgency
+	urgency Urgency
 	size    int64
 }
 
 // peek returns the first want of a queue that is still to be fetched from there.
-func (q *scheduler) peek(u urgency) *want {
+func (q *scheduler) peek(u Urgency) *want {
 	for len(q.queues[u]) > 0 {
 		w := q.queues[u][0]
 		if w.state == queued && w.urgency == u {
@@ -89,27 +89,27 @@ func (q *scheduler) peek(u urgency) *want {
 // take returns the next request, or nil and how long to wait before asking
 // again; 0 is until something changes.
 func (q *scheduler) take(now time.Time, opts *Options) (*task, time.Duration) {
-	if w := q.peek(demand); w != nil {
-		return q.start(w, demand, opts), 0
+	if w := q.peek(Demand); w != nil {
+		return q.start(w, Demand, opts), 0
 	}
 	free := max(opts.Parallel-reserved, 1)
-	if q.runs[demand] > 0 {
+	if q.runs[Demand] > 0 {
 		free = min(free, besideDemand)
 	}
-	if w := q.peek(soon); w != nil && q.runs[soon]+q.runs[background] < free {
-		return q.start(w, soon, opts), 0
+	if w := q.peek(Soon); w != nil && q.runs[Soon]+q.runs[Background] < free {
+		return q.start(w, Soon, opts), 0
 	}
-	if q.runs[demand] > 0 || q.runs[soon] > 0 || q.runs[background] >= free {
+	if q.runs[Demand] > 0 || q.runs[Soon] > 0 || q.runs[Background] >= free {
 		return nil, 0
 	}
-	w := q.peek(background)
+	w := q.peek(Background)
 	if w == nil {
 		return nil, 0
 	}
 	if wait := max(q.lastDemand.Add(opts.Quiet).Sub(now), q.nextBackground.Sub(now)); wait > 0 {
 		return nil, wait
 	}
-	t := q.start(w, background, opts)
+	t := q.start(w, Background, opts)
 	if opts.BackgroundRate > 0 {
 		pause := time.Duration(float64(t.size) / float64(opts.BackgroundRate) * float64(time.Second))
 		q.nextBackground = later(now, q.nextBackground).Add(pause)
@@ -137,20 +137,20 @@ func later(a, b time.Time) time.Time {
 // Chunks are handed out while the answer streams in, so those behind do not
 // delay the first. What is needed soon is asked for in the order of touches: there
 // the request begins with the first of the neighbours.
-func (q *scheduler) start(w *want, u urgency, opts *Options) *task {
+func (q *scheduler) start(w *want, u Urgency, opts *Options) *task {
 	t := &task{urgency: u}
 	b := w.blob
 	joins := func(n *want) bool { return n != nil && n.state == queued && n.src == w.src }
-	if u == soon {
+	if u == Soon {
 		ahead := int64(0)
-		for n := b.wants[w.chunk-1]; joins(n) && n.urgency >= soon; n = b.wants[n.chunk-1] {
+		for n := b.wants[w.chunk-1]; joins(n) && n.urgency >= Soon; n = b.wants[n.chunk-1] {
 			if ahead += int64(b.index.Chunks[n.chunk].Size); ahead > opts.RequestSize/2 {
 				break
 			}
 			w = n
 		}
 	}
-	for n := w; joins(n) && (u != soon || n.urgency >= soon); n = b.wants[n.chunk+1] {
+	for n := w; joins(n) && (u != Soon || n.urgency >= Soon); n = b.wants[n.chunk+1] {
 		size := int64(b.index.Chunks[n.chunk].Size)
 		if len(t.wants) > 0 && t.size+size > opts.RequestSize {
 			break
@@ -166,7 +166,7 @@ func (q *scheduler) start(w *want, u urgency, opts *Options) *task {
 
 func (q *scheduler) end(t *task, now time.Time) {
 	q.runs[t.urgency]--
-	if t.urgency == demand {
+	if t.urgency == Demand {
 		q.lastDemand = now
 	}
 }

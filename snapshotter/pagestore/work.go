@@ -27,7 +27,7 @@ func (s *Store) work() {
 		begin := time.Now()
 		s.run(t, &buf)
 		if s.opts.Observe != nil {
-			s.opts.Observe(time.Since(begin), t.size, t.urgency == demand)
+			s.opts.Observe(time.Since(begin), t.size, t.urgency == Demand)
 		}
 		s.mu.Lock()
 		s.queue.end(t, time.Now())

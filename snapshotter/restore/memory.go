@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/pagestore"
 )
 
 // Memory is a checkpoint that somebody restores without a shim: it is laid out as
@@ -142,11 +143,12 @@ func (m *Memory) fetch(ctx context.Context, pieces []pageindex.Run) error {
 			}
 		}
 	}
-	// The answers to a client come in order: whatever it asks for, a process may wait.
-	const demand = true
+	// Demand: the answers to a client come in order, whatever it asks for, and a process may wait.
 	g, ctx := errgroup.WithContext(ctx)
 	for blob, list := range chunks {
-		g.Go(func() error { return m.held.blobs[blob].Fetch(ctx, source{m.held.repo.Repository}, list, demand) })
+		g.Go(func() error {
+			return m.held.blobs[blob].Fetch(ctx, source{m.held.repo.Repository}, list, pagestore.Demand)
+		})
 	}
 	return g.Wait()
 }

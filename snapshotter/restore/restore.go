@@ -427,6 +427,10 @@ func (m *Manager) get(id string) (*restored, error) {
 	return r, nil
 }
 
+var urgencies = map[api.Urgency]pagestore.Urgency{ // what is unknown can wait
+	api.Urgency_BACKGROUND: pagestore.Background, api.Urgency_AHEAD: pagestore.Soon, api.Urgency_DEMAND: pagestore.Demand,
+}
+
 // Fetch brings chunks into the page store; see api.Node.
 func (m *Manager) Fetch(ctx context.Context, req *api.FetchRequest) error {
 	r, err := m.get(req.GetRestoreId())
@@ -440,7 +444,7 @@ func (m *Manager) Fetch(ctx context.Context, req *api.FetchRequest) error {
 	for i, c := range req.GetChunks() {
 		chunks[i] = int(c)
 	}
-	return r.blobs[req.GetBlob()].Fetch(ctx, source{r.repo.Repository}, chunks, req.GetDemand())
+	return r.blobs[req.GetBlob()].Fetch(ctx, source{r.repo.Repository}, chunks, urgencies[req.GetUrgency()])
 }
 
 // Report takes over how a restore is doing; see api.Node. It returns the state

@@ -422,7 +422,7 @@ func TestRestore(t *testing.T) {
 	if _, err := pageindex.Parse(p); err != nil {
 		t.Fatal(err)
 	}
-	if err := n.manager.Fetch(t.Context(), &api.FetchRequest{RestoreId: resp.RestoreId, Chunks: []uint32{1, 0}, Demand: true}); err != nil {
+	if err := n.manager.Fetch(t.Context(), &api.FetchRequest{RestoreId: resp.RestoreId, Chunks: []uint32{1, 0}, Urgency: api.Urgency_DEMAND}); err != nil {
 		t.Fatal(err)
 	}
 	data, err := os.ReadFile(resp.Stores[0].Data)
@@ -461,7 +461,7 @@ func TestShared(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			if err := n.manager.Fetch(context.Background(), &api.FetchRequest{RestoreId: resp.RestoreId, Chunks: []uint32{0, 1, 2}, Demand: true}); err != nil {
+			if err := n.manager.Fetch(context.Background(), &api.FetchRequest{RestoreId: resp.RestoreId, Chunks: []uint32{0, 1, 2}, Urgency: api.Urgency_DEMAND}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -714,7 +714,7 @@ func TestRecovery(t *testing.T) {
 	if list := n.manager.List(); len(list) != 1 || list[0].ContainerId != "kept" {
 		t.Fatalf("%+v", list)
 	}
-	if err := n.manager.Fetch(t.Context(), &api.FetchRequest{RestoreId: kept.RestoreId, Chunks: []uint32{0, 1, 2}, Demand: true}); err != nil {
+	if err := n.manager.Fetch(t.Context(), &api.FetchRequest{RestoreId: kept.RestoreId, Chunks: []uint32{0, 1, 2}, Urgency: api.Urgency_DEMAND}); err != nil {
 		t.Fatal(err)
 	}
 	left, _ := filepath.Glob(filepath.Join(n.opts.StateDir, "*", "*"))

@@ -264,7 +264,7 @@ func TestReferrersHang(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-asked
-	if err := n.manager.Fetch(t.Context(), &api.FetchRequest{RestoreId: resp.RestoreId, Chunks: []uint32{1}, Demand: true}); err != nil {
+	if err := n.manager.Fetch(t.Context(), &api.FetchRequest{RestoreId: resp.RestoreId, Chunks: []uint32{1}, Urgency: api.Urgency_DEMAND}); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -239,7 +239,7 @@ func (s *store) put(blob, chunk uint32) error {
 var errBackground = errors.New("the registry is away for a moment")
 
 // Fetch implements pager.Fetcher.
-func (s *store) Fetch(ctx context.Context, blob uint32, chunks []uint32, demand bool) error {
+func (s *store) Fetch(ctx context.Context, blob uint32, chunks []uint32, u pager.Urgency) error {
 	for _, i := range rand.Perm(len(chunks)) {
 		if s.latency > 0 {
 			select {
@@ -248,7 +248,7 @@ func (s *store) Fetch(ctx context.Context, blob uint32, chunks []uint32, demand 
 				return ctx.Err()
 			}
 		}
-		if !demand && rand.Float64() < s.failures {
+		if u != pager.Demand && rand.Float64() < s.failures {
 			return errBackground
 		}
 		if err := s.put(blob, chunks[i]); err != nil {
