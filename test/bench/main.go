@@ -69,7 +69,8 @@ func (b *bench) measureParts(ctx context.Context, l *lane) error {
 	}{
 		{partRestores, true, b.restores},
 		{partComplete, l.workload == workloads.Synthetic, b.complete},
-		{partClones, l.workload == workloads.Synthetic && l.mib == clonesMiB, b.clones},
+		// Over one link: the slower one, which is the last.
+		{partClones, l.workload == workloads.Synthetic && l.mib == clonesMiB && l.link == b.links[len(b.links)-1].name, b.clones},
 		{partFaults, l.workload == workloads.Synthetic && l.mib == faultsMiB && l.link == loopback, b.faults},
 	} {
 		if p.applies && slices.Contains(b.parts, p.name) {

@@ -16,10 +16,10 @@ import (
 const (
 	// trialTimeout bounds one trial with all that belongs to it.
 	trialTimeout = 5 * time.Minute
-	// A system whose trials take longer than slow, with all that belongs to them, has slowRuns at a subject: the time goes to those
-	// that differ by milliseconds.
-	slow     = 20 * time.Second
-	slowRuns = 3
+	// A system that has taken so much time at a subject, with all that belongs to its trials, has no more than fewRuns there: the time
+	// goes to those that differ by milliseconds.
+	enough  = 90 * time.Second
+	fewRuns = 3
 	// tries is how often a system may fail at a subject before it is left out there.
 	tries = 2
 )
@@ -46,15 +46,15 @@ func (b *bench) restores(ctx context.Context, l *lane) error {
 		systems = append(systems, l.peer(p.name, made))
 	}
 	failed := make([]int, len(systems))
-	longest := make([]time.Duration, len(systems))
+	spent := make([]time.Duration, len(systems))
 	for run := range b.runs {
 		for i, s := range systems {
-			if failed[i] == tries || longest[i] > slow && run >= slowRuns {
+			if failed[i] == tries || spent[i] > enough && run >= fewRuns {
 				continue
 			}
 			began := time.Now()
 			r := b.trial(ctx, l, s, run)
-			longest[i] = max(longest[i], time.Since(began))
+			spent[i] += time.Since(began)
 			if !r.OK {
 				failed[i]++
 			}
