@@ -5,6 +5,8 @@ package pager
 import (
 	"fmt"
 
+	"golang.org/x/sys/unix"
+
 	"thaw.dev/thaw/criu/uffd"
 )
 
@@ -14,21 +16,24 @@ import (
 // It is needed because the kernel queues the event of a change only after it let
 // go of the lock under which it made it. So the events of two threads can come in
 // the other order than what they report, and a change that is reported by several
-// events may have others' events between them. Two cases matter:
+// events may have others' events between them. Three cases matter:
 //
 //   - A fork and another thread's mremap or munmap: the child may have been copied
-//     before or after the other change, whatever the order of the events. That is
-//     decided when the space is quiet, when all that happened is known and the
-//     child's mappings can be looked at. Until then the child is not followed: its
-//     faults and events wait.
+//     before or after the other change, whatever the order of the events. The child
+//     waits until the space is quiet: its faults and events are not looked at.
+//   - An mremap to a place that another thread's munmap or mremap has just freed: if
+//     its event comes first, the memory that was moved there is not what was freed.
 //   - An mremap reports in a last event that the old place is free. By then
 //     another mremap may have filled that place, which must not be struck off.
 //
-// Some cases cannot be told apart from harmless twins and are taken for those: a
-// munmap whose event is overtaken by that of an mremap that was given the place just
-// freed, and a fork whose event is overtaken by that of a munmap. Both need a thread
-// that is held up for the whole time between two neighbouring instructions of
-// the kernel.
+// In the first two the order is decided when the space is quiet, when all that
+// happened is known and the mappings themselves can be looked at (order, place); until
+// then nothing is filled. Mappings show everything but one thing: that a mapping has
+// grown in place (mremap, no event) over a place that was freed in the same epoch. A
+// place that was given up and is there all the same was given up before it was filled
+// again, or has been grown over since; and a place that parent and child both have
+// although it was freed may have been grown over before the fork or after. Which of
+// these it was is undecidable; docs/limits.md says what is assumed.
 //
 // Nothing can be filled but at quiet moments, because filling fails while a change
 // is under way; so a fill that succeeds ends an epoch.
@@ -36,9 +41,19 @@ type epoch struct {
 	open   bool
 	base   ranges       // what was wanted at its beginning
 	events []uffd.Event // Remap, Remove and Unmap
+	doubt  bool         // what is wanted may depend on another order than theirs
 }
 
-// maxEvents bounds the events that are kept while no child waits.
+// presence tells whether registered memory is at an address.
+type presence int8
+
+const (
+	unknown presence = iota
+	absent
+	mapped
+)
+
+// maxEvents bounds the events that are kept while nothing depends on their order.
 const maxEvents = 256
 
 // begin opens the epoch if there is none.
@@ -49,17 +64,128 @@ func (s *space) begin() {
 }
 
 // note keeps an event that is about to be applied.
-func (p *Pager) note(s *space, e uffd.Event) {
-	if len(s.recent.events) >= maxEvents && len(s.young) == 0 {
+func (p *Pager) note(s *space, v uffd.Event) {
+	e := &s.recent
+	if len(e.events) >= maxEvents && len(s.young) == 0 && !e.doubt {
 		// A space that changes often and is never filled is not seen quiet. That
 		// events were swapped is unlikely for any, more so for old ones.
-		s.recent.open = false
+		e.open = false
 	}
 	s.begin()
-	s.recent.events = append(s.recent.events, e)
-	if e.Kind == uffd.Remap {
+	e.events = append(e.events, v)
+	if v.Kind == uffd.Remap {
+		if next, ok := s.wanted.next(v.To); ok && next.start < v.To+(v.End-v.Start) {
+			e.doubt = true // what is there must have been moved away or unmapped
+		}
+	}
+	if i := len(e.events) - 1; v.Kind != uffd.Remove && !e.trails(i) {
+		for _, m := range e.events[:i] {
+			if m.Kind == uffd.Remap && v.Start < m.To+(m.End-m.Start) && m.To < v.End {
+				e.doubt = true
+			}
+		}
+	}
+	e.doubt = e.doubt || len(s.young) > 0
+	if v.Kind == uffd.Remap || e.doubt {
 		p.loop.restless[s] = true
 	}
+}
+
+// fork takes a child over. It is followed when its parent is quiet.
+func (p *Pager) fork(s *space, fd uffd.FD) error {
+	s.begin()
+	c := &space{fd: fd, id: p.nextID.Add(1), pid: s.pid, child: true, pending: map[uint64]waiting{}, parent: s, forked: len(s.recent.events)}
+	p.keep(c) // in any case: the child may run, so its descriptor must stay open
+	s.young = append(s.young, c)
+	s.recent.doubt = s.recent.doubt || c.forked > 0
+	p.loop.restless[s] = true
+	if p.cfg.Holder != nil {
+		if err := p.cfg.Holder.Hold(c.id, int(fd), c.pid); err != nil {
+			return fmt.Errorf("second holder for the userfaultfd of a child of task %d: %w", s.pid, err)
+		}
+	}
+	return nil
+}
+
+// settle looks whether the spaces that forked or moved memory are quiet. It tells
+// whether some are not.
+func (p *Pager) settle() (waiting bool) {
+	for s := range p.loop.restless {
+		if s.fd.Changing() || !p.quiet(s) {
+			waiting = true
+			continue
+		}
+		p.letGoIfComplete(s)
+	}
+	return waiting
+}
+
+// quiet ends the epoch of a space that was seen quiet after its last event was
+// read, or is dead: what is wanted is put right, and children are followed. It
+// reports false, and has done nothing, if mappings that must be looked at are
+// changing again.
+func (p *Pager) quiet(s *space) bool {
+	e := &s.recent
+	if e.doubt {
+		changing := false
+		parent := func(at uint64) presence {
+			here, err := s.fd.Registered(at)
+			changing = changing || err == unix.EAGAIN
+			return presenceOf(here, err)
+		}
+		order, wanted := e.order(parent)
+		inherited := make([]ranges, len(s.young))
+		for i, c := range s.young {
+			if !c.gone {
+				inherited[i] = e.inherited(order, c.forked, parent, c.has)
+			}
+		}
+		if changing {
+			return false
+		}
+		p.account(s, s.wanted.pages-wanted.pages)
+		s.wanted = wanted
+		for page := range s.pending { // decided by what seemed to be wanted
+			p.loop.retry = append(p.loop.retry, fault{s, page})
+		}
+		for i, c := range s.young {
+			c.wanted = inherited[i]
+		}
+	} else {
+		for _, c := range s.young {
+			c.wanted = e.base.clone()
+		}
+	}
+	young := s.young
+	s.recent, s.young = epoch{}, nil
+	delete(p.loop.restless, s)
+	for _, c := range young {
+		c.parent = nil
+		if c.gone {
+			c.wanted = ranges{}
+			continue
+		}
+		if err := p.watch(int(c.fd)); err != nil {
+			p.loop.failed = fmt.Errorf("userfaultfd of a child of task %d: %w", c.pid, err)
+			return true
+		}
+		p.letGoIfComplete(c)
+	}
+	return true
+}
+
+// has tells whether registered memory of a child is at an address. That is not
+// known while the child changes its mappings itself.
+func (s *space) has(at uint64) presence { return presenceOf(s.fd.Registered(at)) }
+
+func presenceOf(here bool, err error) presence {
+	switch {
+	case err != nil:
+		return unknown
+	case here:
+		return mapped
+	}
+	return absent
 }
 
 // trails tells whether event i is the second half of a move, which says that the
@@ -77,161 +203,275 @@ func (e *epoch) trails(i int) bool {
 	return false
 }
 
-// fork takes a child over. It is followed when its parent is quiet.
-func (p *Pager) fork(s *space, fd uffd.FD) error {
-	s.begin()
-	c := &space{fd: fd, id: p.nextID.Add(1), pid: s.pid, child: true, pending: map[uint64]waiting{}, parent: s, forked: len(s.recent.events)}
-	p.keep(c) // in any case: the child may run, so its descriptor must stay open
-	s.young = append(s.young, c)
-	p.loop.restless[s] = true
-	if p.cfg.Holder != nil {
-		if err := p.cfg.Holder.Hold(c.id, int(fd), c.pid); err != nil {
-			return fmt.Errorf("second holder for the userfaultfd of a child of task %d: %w", s.pid, err)
-		}
-	}
-	return nil
-}
-
-// settle looks whether the spaces that forked or moved memory are quiet. It tells
-// whether some are not.
-func (p *Pager) settle() (waiting bool) {
-	for s := range p.loop.restless {
-		if s.fd.Changing() {
-			waiting = true
-			continue
-		}
-		p.quiet(s)
-		p.letGoIfComplete(s)
-	}
-	return waiting
-}
-
-// quiet ends the epoch of a space that was seen quiet after its last event was
-// read: children are followed.
-func (p *Pager) quiet(s *space) {
-	e, young := s.recent, s.young
-	s.recent, s.young = epoch{}, nil
-	delete(p.loop.restless, s)
-	for _, c := range young {
-		c.parent = nil
-		if c.gone {
-			continue
-		}
-		c.wanted = e.inherited(c, c.forked)
-		if err := p.watch(int(c.fd)); err != nil {
-			p.loop.failed = fmt.Errorf("userfaultfd of a child of task %d: %w", c.pid, err)
-			return
-		}
-		p.letGoIfComplete(c)
-	}
-}
-
-// inherited returns what a child wants that was forked in the epoch, when so many
-// of its events had been read.
-func (e *epoch) inherited(c *space, read int) ranges {
-	r := e.base.clone()
-	for i, v := range e.events {
-		switch v.Kind {
-		case uffd.Remove:
-			if i < read { // a child of a fork meanwhile may see either
-				r.remove(v.Start, v.End, false)
-			}
-		case uffd.Remap:
-			if e.moved(i, c, read) {
-				r.move(v.Start, v.End, v.To)
-			}
-		case uffd.Unmap:
-			if j := e.moveOver(i); j >= 0 {
-				if e.moved(j, c, read) {
-					r.remove(v.Start, v.End, false)
-				}
-				continue
-			}
-			if e.trails(i) {
-				continue
-			}
-			if i < read {
-				// That it is mapped in the child says nothing: another mapping may
-				// have grown over the place, which causes no event.
-				r.remove(v.Start, v.End, false)
-				continue
-			}
-			for at := v.Start; at < v.End; {
-				seg, ok := r.next(at)
-				if !ok || seg.start >= v.End {
-					break
-				}
-				lo, hi := max(seg.start, v.Start), min(seg.end, v.End)
-				if here, known := c.has(lo); known && !here {
-					r.remove(lo, hi, false)
-				}
-				at = hi
-			}
-		}
-	}
-	return r
-}
-
-// moveOver returns the index of the move whose first event is event i: one that
-// was asked to go to a place where something was mapped, which it unmapped. -1:
-// there is none.
-func (e *epoch) moveOver(i int) int {
-	v := e.events[i]
-	if v.Kind != uffd.Unmap || e.trails(i) {
+// tail returns the index of the second half of event i, -1 if it is not a move or
+// leaves the old place as it is (MREMAP_DONTUNMAP).
+func (e *epoch) tail(i int) int {
+	if e.events[i].Kind != uffd.Remap {
 		return -1
 	}
 	for j := i + 1; j < len(e.events); j++ {
-		if m := e.events[j]; m.Kind == uffd.Remap && m.To == v.Start {
-			return j
+		if v := e.events[j]; v.Kind != uffd.Remove && v.Start == e.events[i].Start && v.End == e.events[i].End {
+			if v.Kind == uffd.Unmap {
+				return j
+			}
+			break
 		}
 	}
 	return -1
 }
 
-// moved tells whether a move came before the fork of a child. If the order of
-// the events is not that of what they report, the child's mappings show it: it has
-// the old place or the new one. They say nothing if something was at the new place
-// before, if it has both (a mapping has grown over the old one, which causes no
-// event) or none, or if another event since the earlier of the two touches these
-// places; then the order counts.
-func (e *epoch) moved(i int, c *space, read int) bool {
-	m := e.events[i]
-	first, last := i, -1
-	for j, v := range e.events {
-		if e.moveOver(j) == i {
-			first = min(first, j) // all was done when the first event came
-		}
-		if j > i && last < 0 && v.Kind == uffd.Unmap && v.Start == m.Start && v.End == m.End {
-			last = j
-		}
-	}
-	before := first < read
-	if last < 0 || first < i {
-		return before
-	}
-	for j := min(i, read); j < len(e.events); j++ {
+// touched tells whether an event from the given one on, but for a move and its second
+// half, says that the mapping at an address is another one.
+func (e *epoch) touched(at uint64, from, but int) bool {
+	tail := e.tail(but)
+	for j := from; j < len(e.events); j++ {
 		v := e.events[j]
-		if j != i && j != last && (touches(v, m.Start, m.End) || touches(v, m.To, m.To+(m.End-m.Start))) {
-			return before
+		if v.Kind == uffd.Remove || j == but || j == tail {
+			continue
+		}
+		if v.Start <= at && at < v.End || v.Kind == uffd.Remap && v.To <= at && at < v.To+(v.End-v.Start) {
+			return true
 		}
 	}
-	old, known := c.has(m.Start)
-	arrived, alsoKnown := c.has(m.To)
-	if !known || !alsoKnown || old == arrived {
-		return before
+	return false
+}
+
+// order returns the events in the order in which what they report happened, and
+// what the space wants after that. parent looks at its mappings now.
+func (e *epoch) order(parent func(uint64) presence) (order []int, wanted ranges) {
+	wanted = e.base.clone()
+	done := make([]bool, len(e.events))
+	var put func(i int)
+	put = func(i int) {
+		done[i] = true
+		if e.events[i].Kind == uffd.Remap {
+			for j := i + 1; j < len(e.events); j++ {
+				if !done[j] && e.overtaken(&wanted, i, j, parent) {
+					put(j)
+				}
+			}
+		}
+		order = append(order, i)
+		if v := e.events[i]; v.Kind == uffd.Remap {
+			wanted.move(v.Start, v.End, v.To)
+		} else if !e.trails(i) {
+			wanted.remove(v.Start, v.End, false)
+		}
 	}
-	return arrived
+	for i := range e.events {
+		if !done[i] {
+			put(i)
+		}
+	}
+	return order, wanted
 }
 
-// touches tells whether an event says something about a place.
-func touches(v uffd.Event, start, end uint64) bool {
-	return v.Start < end && start < v.End ||
-		v.Kind == uffd.Remap && v.To < end && start < v.To+(v.End-v.Start)
+// overtaken tells whether event j, although it was read later, freed the place to
+// which move i went. wanted is what was wanted before that.
+func (e *epoch) overtaken(wanted *ranges, i, j int, parent func(uint64) presence) bool {
+	m, v := e.events[i], e.events[j]
+	lo, hi := max(m.To, v.Start), min(m.To+(m.End-m.Start), v.End)
+	if v.Kind == uffd.Remove || e.trails(j) || lo >= hi {
+		return false
+	}
+	if next, ok := wanted.next(lo); ok && next.start < hi {
+		return true // a move goes to where nothing is
+	}
+	if j < e.tail(i) {
+		return true // before the move was over, nobody knew where it went
+	}
+	if v.Kind == uffd.Remap && e.tail(j) < 0 || e.moveOver(j) >= 0 {
+		return false // it leaves something there, or brings it
+	}
+	next, ok := wanted.next(lo - m.To + m.Start)
+	if !ok || next.start >= hi-m.To+m.Start {
+		return false // nothing depends on it
+	}
+	at := max(lo, next.start-m.Start+m.To)
+	if parent(at) != mapped || e.touched(at, j+1, j) {
+		return false
+	}
+	for _, w := range e.events[j:] {
+		// What is moved can be made larger as well, which the event does not say.
+		if w.Kind == uffd.Remap && w.To < at && parent(w.To+(w.End-w.Start)) != absent {
+			return false
+		}
+	}
+	return true
 }
 
-// has tells whether an address is in registered memory of a child. That is not
-// known while the child changes its mappings itself.
-func (s *space) has(at uint64) (here, known bool) {
-	here, err := s.fd.Registered(at)
-	return here, err == nil
+// track is a piece of memory that was wanted at the beginning of an epoch and
+// that some event moved or freed.
+type track struct {
+	lo, hi uint64 // where it was then; its first page is wanted
+	steps  []step // what happened to it
+}
+
+// step is one thing that happened to a piece of memory.
+type step struct {
+	event int
+	at    uint64 // where it begins from then on, or gone
+}
+
+const gone = ^uint64(0)
+
+// at returns where a piece begins after so many steps.
+func (t *track) at(stage int) uint64 {
+	if stage == 0 {
+		return t.lo
+	}
+	return t.steps[stage-1].at
+}
+
+// part returns the part of a piece between two of its addresses at the beginning;
+// false: nothing of it is wanted.
+func (t *track) part(lo, hi uint64, base *ranges) (track, bool) {
+	first, ok := base.next(lo)
+	if lo >= hi || !ok || first.start >= hi {
+		return track{}, false
+	}
+	lo = max(lo, first.start)
+	c := track{lo: lo, hi: hi}
+	for _, s := range t.steps {
+		if s.at != gone {
+			s.at += lo - t.lo
+		}
+		c.steps = append(c.steps, s)
+	}
+	return c, true
+}
+
+// tracks returns what the events did to what was wanted, and what they left alone.
+func (e *epoch) tracks(order []int) (rest ranges, tracks []track) {
+	rest = e.base.clone()
+	for _, i := range order {
+		v := e.events[i]
+		if e.trails(i) {
+			continue
+		}
+		if v.Kind == uffd.Remap {
+			tracks = e.advance(&rest, tracks, i, v.To, v.To+(v.End-v.Start), func(uint64) uint64 { return gone })
+			tracks = e.advance(&rest, tracks, i, v.Start, v.End, func(at uint64) uint64 { return at - v.Start + v.To })
+			continue
+		}
+		tracks = e.advance(&rest, tracks, i, v.Start, v.End, func(uint64) uint64 { return gone })
+	}
+	return rest, tracks
+}
+
+// advance adds a step to all that is between two addresses.
+func (e *epoch) advance(rest *ranges, tracks []track, event int, start, end uint64, to func(uint64) uint64) []track {
+	var out []track
+	add := func(t track, ok bool) {
+		if ok {
+			t.steps = append(t.steps, step{event, to(t.at(len(t.steps)))})
+			out = append(out, t)
+		}
+	}
+	for _, t := range tracks {
+		at := t.at(len(t.steps))
+		if at == gone || at >= end || at+(t.hi-t.lo) <= start {
+			out = append(out, t)
+			continue
+		}
+		// Where the two addresses were in the beginning.
+		lo, hi := t.lo+(max(start, at)-at), t.lo+min(end-at, t.hi-t.lo)
+		if c, ok := t.part(t.lo, lo, &e.base); ok {
+			out = append(out, c)
+		}
+		add(t.part(lo, hi, &e.base))
+		if c, ok := t.part(hi, t.hi, &e.base); ok {
+			out = append(out, c)
+		}
+	}
+	if taken, _ := rest.remove(start, end, true); len(taken) > 0 {
+		add(track{lo: taken[0].start, hi: taken[len(taken)-1].end}, true)
+	}
+	return out
+}
+
+// inherited returns what a child wants that was forked in the epoch, when so many
+// of its events had been read.
+func (e *epoch) inherited(order []int, read int, parent, child func(uint64) presence) ranges {
+	r, tracks := e.tracks(order)
+	base := e.base.clone()
+	for i := range tracks {
+		t := &tracks[i]
+		at := e.place(t, read, parent, child)
+		pages, _ := base.remove(t.lo, t.hi, true)
+		if at == gone {
+			continue
+		}
+		r.remove(at, at+(t.hi-t.lo), false)
+		for _, s := range pages {
+			s.start, s.end = s.start-t.lo+at, s.end-t.lo+at
+			r.insert(s)
+		}
+	}
+	return r
+}
+
+// place returns where a piece was when a child was forked, or gone. If the order of
+// the events is not that of what they report, the mappings show it.
+func (e *epoch) place(t *track, read int, parent, child func(uint64) presence) uint64 {
+	reported := 0 // so many steps came before the fork
+	for k, s := range t.steps {
+		if s.event < read {
+			reported = k + 1
+		}
+	}
+	for k := range reported {
+		if e.forkedBefore(t, k, parent, child) {
+			return t.at(k)
+		}
+	}
+	for k := len(t.steps); k > reported; k-- {
+		// Nothing was at the new place before the move, but now there is something.
+		if i, at := t.steps[k-1].event, t.at(k); at != gone && child(at) == mapped && !e.touched(at, 0, i) {
+			return at
+		}
+	}
+	at := t.at(reported)
+	if at == gone || child(at) != absent {
+		return at
+	}
+	for d := 1; d <= len(t.steps); d++ {
+		for _, k := range []int{reported + d, reported - d} {
+			if k >= 0 && k <= len(t.steps) && t.at(k) != gone && child(t.at(k)) == mapped {
+				return t.at(k)
+			}
+		}
+	}
+	return gone
+}
+
+// forkedBefore tells whether a child was certainly forked before step k of a piece,
+// although the fork was reported later: the child has memory there, its parent no
+// more, and no later event says why.
+func (e *epoch) forkedBefore(t *track, k int, parent, child func(uint64) presence) bool {
+	i, at := t.steps[k].event, t.at(k)
+	if e.events[i].Kind == uffd.Remove || child(at) != mapped {
+		return false
+	}
+	if j := e.moveOver(i); j >= 0 {
+		from := e.events[j].Start
+		return child(from) == mapped && parent(from) == absent && !e.touched(from, j+1, j)
+	}
+	return parent(at) == absent && !e.touched(at, i+1, i)
+}
+
+// moveOver returns the index of the move whose first event seems to be event i: one
+// that was asked to go to a place where something was mapped, which it unmapped.
+// -1: there is none.
+func (e *epoch) moveOver(i int) int {
+	v := e.events[i]
+	if v.Kind != uffd.Unmap {
+		return -1
+	}
+	for j := i + 1; j < len(e.events); j++ {
+		if m := e.events[j]; m.Kind == uffd.Remap && m.To == v.Start && m.End-m.Start <= v.End-v.Start {
+			return j
+		}
+	}
+	return -1
 }

@@ -4,9 +4,9 @@ package pager
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -60,63 +60,146 @@ func TestSecondHalfOfMove(t *testing.T) {
 	}
 }
 
-// A child's mappings decide what came before its fork.
-func TestInherited(t *testing.T) {
-	f, err := uffd.Open(0)
-	if err != nil {
-		t.Skipf("no userfaultfd here: %v", err)
-	}
-	defer f.Close()
+// What is mapped decides what came before a fork, and where memory went.
+func TestOrder(t *testing.T) {
 	const n = 4 * pageSize
-	// Four places, of which some are registered, as they would be in the child.
-	m, err := unix.Mmap(-1, 0, 4*n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
-	if err != nil {
-		t.Fatal(err)
+	const x, y, z = 0x100000, 0x200000, 0x300000
+	places := map[string]uint64{"x": x, "y": y, "z": z}
+	move := func(from, to uint64) uffd.Event {
+		return uffd.Event{Kind: uffd.Remap, Start: from, End: from + n, To: to}
 	}
-	defer unix.Munmap(m)
-	base := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(m))))
-	x, y := base, base+2*n
-	move := uffd.Event{Kind: uffd.Remap, Start: x, End: x + n, To: y}
-	tail := uffd.Event{Kind: uffd.Unmap, Start: x, End: x + n}
-	over := uffd.Event{Kind: uffd.Unmap, Start: y, End: y + n}
-	drop := uffd.Event{Kind: uffd.Remove, Start: x, End: x + n}
+	unmap := func(at uint64) uffd.Event { return uffd.Event{Kind: uffd.Unmap, Start: at, End: at + n} }
+	drop := func(at uint64) uffd.Event { return uffd.Event{Kind: uffd.Remove, Start: at, End: at + n} }
+	type events = []uffd.Event
 	for _, c := range []struct {
-		name   string
-		mapped []uint64
-		events []uffd.Event
-		read   int // when the fork was reported
-		x, y   string
+		name     string
+		base     string // what was wanted
+		events   []uffd.Event
+		parent   string // what is mapped
+		want     string
+		read     int // when the fork was reported
+		child    string
+		inherits string
 	}{
-		{"no change", []uint64{x}, nil, 0, "10", "zero"},
-		{"move, then fork", []uint64{y}, []uffd.Event{move, tail}, 2, "zero", "10"},
-		{"fork, then move", []uint64{x}, []uffd.Event{move, tail}, 0, "10", "zero"},
-		{"move, then fork, reported last", []uint64{y}, []uffd.Event{move, tail}, 0, "zero", "10"},
-		{"fork, then move, reported last", []uint64{x}, []uffd.Event{move, tail}, 2, "10", "zero"},
-		{"fork within a move", []uint64{y}, []uffd.Event{move, tail}, 1, "zero", "10"},
-		{"move that keeps its place, then fork", []uint64{x, y}, []uffd.Event{move}, 1, "zero", "10"},
-		{"fork, then move that keeps its place", []uint64{x}, []uffd.Event{move}, 0, "10", "zero"},
-		{"fork within a move over another mapping", []uint64{y}, []uffd.Event{over, move, tail}, 1, "zero", "10"},
-		{"move, and growth over the old place, then fork", []uint64{x, y}, []uffd.Event{move, tail}, 2, "zero", "10"},
-		{"fork, then move over another mapping", []uint64{x, y}, []uffd.Event{over, move, tail}, 0, "10", "zero"},
-		{"fork, then move of what has grown since to where something was", []uint64{y}, []uffd.Event{over, move, tail}, 0, "10", "zero"},
-		{"unmap, then fork", nil, []uffd.Event{tail}, 1, "zero", "zero"},
-		{"fork, then unmap", []uint64{x}, []uffd.Event{tail}, 0, "10", "zero"},
-		{"unmap, then fork, reported first", nil, []uffd.Event{tail}, 0, "zero", "zero"},
-		{"remove, then fork", []uint64{x}, []uffd.Event{drop}, 1, "zero", "zero"},
-		{"fork, then remove", []uint64{x}, []uffd.Event{drop}, 0, "10", "zero"},
+		{"no change", "x", nil, "x", "x", 0, "x", "x"},
+		{"move, then fork", "x", events{move(x, y), unmap(x)}, "y", "x at y", 2, "y", "x at y"},
+		{"fork, then move", "x", events{move(x, y), unmap(x)}, "y", "x at y", 0, "x", "x"},
+		{"move, then fork, reported first", "x", events{move(x, y), unmap(x)}, "y", "x at y", 0, "y", "x at y"},
+		{"fork, then move, reported last", "x", events{move(x, y), unmap(x)}, "y", "x at y", 2, "x", "x"},
+		{"fork within a move", "x", events{move(x, y), unmap(x)}, "y", "x at y", 1, "y", "x at y"},
+		{"move that keeps its place, then fork", "x", events{move(x, y)}, "xy", "x at y", 1, "xy", "x at y"},
+		{"move that keeps its place, then fork, reported first", "x", events{move(x, y)}, "xy", "x at y", 0, "xy", "x at y"},
+		{"fork, then move that keeps its place", "x", events{move(x, y)}, "xy", "x at y", 0, "x", "x"},
+		{"fork, then move that keeps its place, reported last", "x", events{move(x, y)}, "xy", "x at y", 1, "x", "x"},
+		{"move over another mapping, then fork within", "xy", events{unmap(y), move(x, y), unmap(x)}, "y", "x at y", 1, "y", "x at y"},
+		{"fork, then move over another mapping", "xy", events{unmap(y), move(x, y), unmap(x)}, "y", "x at y", 0, "xy", "x y"},
+		{"fork, then move over another mapping, reported within", "xy", events{unmap(y), move(x, y), unmap(x)}, "y", "x at y", 1, "xy", "x y"},
+		{"unmap of a place, then fork, then move there", "xy", events{unmap(y), move(x, y), unmap(x)}, "y", "x at y", 1, "x", "x"},
+		{"move, and growth over the old place, then fork", "x", events{move(x, y), unmap(x)}, "xy", "x at y", 2, "xy", "x at y"},
+		{"unmap, then fork", "x", events{unmap(x)}, "", "", 1, "", ""},
+		{"unmap, and growth over the place, then fork", "x", events{unmap(x)}, "x", "", 1, "x", ""},
+		{"fork, then unmap", "x", events{unmap(x)}, "", "", 0, "x", "x"},
+		{"fork, then unmap, reported first", "x", events{unmap(x)}, "", "", 1, "x", "x"},
+		{"unmap, then fork, reported first", "x", events{unmap(x)}, "", "", 0, "", ""},
+		{"fork, then move and unmap, reported first", "x", events{move(x, y), unmap(x), unmap(y)}, "", "", 3, "x", "x"},
+		{"remove, then fork", "x", events{drop(x)}, "x", "", 1, "x", ""},
+		{"fork, then remove", "x", events{drop(x)}, "x", "", 0, "x", "x"},
+		{"a child that changes its mappings", "x", events{unmap(x)}, "", "", 1, "?", ""},
+		{"unmap, then move there", "xy", events{unmap(y), move(x, y), unmap(x)}, "y", "x at y", 3, "y", "x at y"},
+		{"unmap, then move there, reported first", "xy", events{move(x, y), unmap(x), unmap(y)}, "y", "x at y", 3, "y", "x at y"},
+		{"unmap, then move there, reported before the end of the move", "x", events{move(x, y), unmap(y), unmap(x)}, "y", "x at y", 3, "y", "x at y"},
+		{"unmap of nothing wanted, then move there, reported first", "x", events{move(x, y), unmap(x), unmap(y)}, "y", "x at y", 3, "y", "x at y"},
+		{"move, then unmap", "x", events{move(x, y), unmap(x), unmap(y)}, "", "", 3, "", ""},
+		{"move, then unmap, and growth of what is moved over the place", "x", events{move(x, z), unmap(x), unmap(z), move(y, z-n), unmap(y)}, "z", "", 5, "z", ""},
+		{"move away, then move there, reported first", "xy", events{move(x, y), unmap(x), move(y, z), unmap(y)}, "yz", "x at y y at z", 4, "yz", "x at y y at z"},
+		{"move away of nothing wanted, then move there, reported first", "x", events{move(x, y), unmap(x), move(y, z), unmap(y)}, "yz", "x at y", 4, "yz", "x at y"},
+		{"move, then move on and keep the place", "x", events{move(x, y), unmap(x), move(y, z)}, "yz", "x at z", 3, "yz", "x at z"},
+		{"move, then move on", "x", events{move(x, y), unmap(x), move(y, z), unmap(y)}, "z", "x at z", 4, "z", "x at z"},
 	} {
-		for _, a := range c.mapped {
-			if err := f.Register(a, n); err != nil {
-				t.Fatal(err)
+		t.Run(c.name, func(t *testing.T) {
+			var runs []pageindex.Run
+			for i, p := range c.base {
+				runs = append(runs, pageindex.Run{Start: places[string(p)], Pages: 4, Page: uint64(10 * (i + 1))})
+			}
+			e := epoch{base: newRanges(runs), events: c.events}
+			looks := func(at string) func(uint64) presence {
+				return func(a uint64) presence {
+					switch {
+					case at == "?":
+						return unknown
+					case strings.Contains(at, map[uint64]string{x: "x", y: "y", z: "z"}[a&^(n-1)]):
+						return mapped
+					}
+					return absent
+				}
+			}
+			describe := func(r ranges) string {
+				var out []string
+				for i, p := range c.base {
+					for _, q := range "xyz" {
+						switch {
+						case at(r, places[string(q)]) != fmt.Sprint(10*(i+1)):
+						case p == q:
+							out = append(out, string(p))
+						default:
+							out = append(out, string(p)+" at "+string(q))
+						}
+					}
+				}
+				return strings.Join(out, " ")
+			}
+			order, wanted := e.order(looks(c.parent))
+			if got := describe(wanted); got != c.want {
+				t.Errorf("wanted: %q, want %q", got, c.want)
+			}
+			if got := describe(e.inherited(order, c.read, looks(c.parent), looks(c.child))); got != c.inherits {
+				t.Errorf("inherited: %q, want %q", got, c.inherits)
+			}
+		})
+	}
+}
+
+// Pieces of what was wanted take ways of their own.
+func TestTracks(t *testing.T) {
+	const x, y, z, n = 0x100000, 0x200000, 0x300000, 8 * pageSize
+	e := epoch{
+		base: newRanges([]pageindex.Run{{Start: x, Pages: 2, Page: 10}, {Start: x + 4*pageSize, Pages: 4, Page: 14}}),
+		events: []uffd.Event{
+			{Kind: uffd.Remap, Start: x, End: x + n, To: y},
+			{Kind: uffd.Unmap, Start: x, End: x + n},
+			{Kind: uffd.Unmap, Start: y + pageSize, End: y + 5*pageSize},
+			{Kind: uffd.Remap, Start: y + 6*pageSize, End: y + n, To: z},
+		},
+	}
+	none := func(uint64) presence { return unknown }
+	order, wanted := e.order(none)
+	for _, r := range []ranges{wanted, e.inherited(order, len(e.events), none, none)} {
+		for _, c := range []struct {
+			at   uint64
+			want string
+		}{{y, "10"}, {y + pageSize, "zero"}, {y + 4*pageSize, "zero"}, {y + 5*pageSize, "15"}, {y + 6*pageSize, "zero"}, {z, "16"}, {z + pageSize, "17"}, {x, "zero"}} {
+			if got := at(r, c.at); got != c.want {
+				t.Errorf("%#x: %s, want %s", c.at, got, c.want)
 			}
 		}
-		e := epoch{base: newRanges([]pageindex.Run{{Start: x, Pages: 4, Page: 10}}), events: c.events}
-		r := e.inherited(&space{fd: f}, c.read)
-		if at(r, x) != c.x || at(r, y) != c.y {
-			t.Errorf("%s: x %s, y %s, want %s, %s", c.name, at(r, x), at(r, y), c.x, c.y)
+		if r.pages != 4 {
+			t.Errorf("%d pages", r.pages)
 		}
-		if err := f.Unregister(base, 4*n); err != nil {
-			t.Fatal(err)
-		}
+	}
+}
+
+// While the order is in doubt nothing is filled.
+func TestNothingIsFilledInDoubt(t *testing.T) {
+	const x, y, n = 0x100000, 0x200000, 4 * pageSize
+	p, s := applied(t, newRanges([]pageindex.Run{{Start: x, Pages: 4, Page: 10}, {Start: y, Pages: 4, Page: 20}}),
+		uffd.Event{Kind: uffd.Remap, Start: x, End: x + n, To: y})
+	if !s.recent.doubt || !p.loop.restless[s] {
+		t.Error("no doubt about a move to where something was")
+	}
+	if _, err := p.zero(s, x, x+n); err != unix.EAGAIN {
+		t.Error(err)
+	}
+	if _, err := p.copy(s, segment{start: y, end: y + n, page: 10}, y, y+n); err != unix.EAGAIN {
+		t.Error(err)
 	}
 }

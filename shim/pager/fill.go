@@ -125,6 +125,9 @@ func (p *Pager) answerZero(s *space, page uint64, next segment, ok bool) error {
 
 // zero maps zero pages. Errors are as with [uffd.FD.Copy].
 func (p *Pager) zero(s *space, lo, hi uint64) (int, error) {
+	if s.recent.doubt {
+		return 0, unix.EAGAIN
+	}
 	p.ioctls.Add(1)
 	n, err := s.fd.Zero(lo, hi-lo)
 	if n > 0 {
@@ -135,6 +138,9 @@ func (p *Pager) zero(s *space, lo, hi uint64) (int, error) {
 
 // copy copies pages of a segment. Errors are as with [uffd.FD.Copy].
 func (p *Pager) copy(s *space, seg segment, lo, hi uint64) (int, error) {
+	if s.recent.doubt {
+		return 0, unix.EAGAIN
+	}
 	p.ioctls.Add(1)
 	st, page := p.stores[seg.blob], seg.from(lo).page
 	n, err := s.fd.Copy(lo, st.at(page), hi-lo)

@@ -242,7 +242,7 @@ func (p *Pager) drop(s *space) {
 // letGoIfComplete lets go of an address space that wants nothing. All that is
 // missing in it is zero, which is what the kernel gives without a handler.
 func (p *Pager) letGoIfComplete(s *space) {
-	if p.loop.restored && !s.gone && s.parent == nil && len(s.young) == 0 && s.wanted.pages == 0 {
+	if p.loop.restored && !s.gone && s.parent == nil && len(s.young) == 0 && !s.recent.doubt && s.wanted.pages == 0 {
 		p.drop(s)
 	}
 }
