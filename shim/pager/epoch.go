@@ -92,7 +92,7 @@ func (p *Pager) note(s *space, v uffd.Event) {
 }
 
 // fork takes a child over. It is followed when its parent is quiet.
-func (p *Pager) fork(s *space, fd uffd.FD) error {
+func (p *Pager) fork(s *space, fd uffd.FD) {
 	s.begin()
 	c := &space{fd: fd, id: p.nextID.Add(1), pid: s.pid, child: true, pending: map[uint64]waiting{}, parent: s, forked: len(s.recent.events)}
 	p.keep(c) // in any case: the child may run, so its descriptor must stay open
@@ -100,11 +100,8 @@ func (p *Pager) fork(s *space, fd uffd.FD) error {
 	s.recent.doubt = s.recent.doubt || c.forked > 0
 	p.loop.restless[s] = true
 	if p.cfg.Holder != nil {
-		if err := p.cfg.Holder.Hold(c.id, int(fd), c.pid); err != nil {
-			return fmt.Errorf("second holder for the userfaultfd of a child of task %d: %w", s.pid, err)
-		}
+		p.holding.ask(handover{c, false})
 	}
-	return nil
 }
 
 // settle looks whether the spaces that forked or moved memory are quiet. It tells
@@ -136,7 +133,7 @@ func (p *Pager) quiet(s *space) bool {
 		order, wanted := e.order(parent)
 		inherited := make([]ranges, len(s.young))
 		for i, c := range s.young {
-			if !c.gone {
+			if !c.left {
 				inherited[i] = e.inherited(order, c.forked, parent, c.has)
 			}
 		}
@@ -161,7 +158,7 @@ func (p *Pager) quiet(s *space) bool {
 	delete(p.loop.restless, s)
 	for _, c := range young {
 		c.parent = nil
-		if c.gone {
+		if c.left {
 			c.wanted = ranges{}
 			continue
 		}

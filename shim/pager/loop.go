@@ -18,6 +18,8 @@ import (
 // loop is what only the goroutine that serves faults touches.
 type loop struct {
 	spaces map[int32]*space // by descriptor
+	// leaving are those that were let go of and are still held elsewhere.
+	leaving map[int32]*space
 	// restless are the spaces whose epoch should end soon: they have children that
 	// are not followed yet, or memory was moved.
 	restless map[*space]bool
@@ -71,7 +73,7 @@ const (
 
 func (l *loop) init(p *Pager) {
 	l.predict = make([]readahead.Predictor, len(p.stores))
-	l.spaces, l.restless, l.waits = map[int32]*space{}, map[*space]bool{}, map[Chunk]*wait{}
+	l.spaces, l.leaving, l.restless, l.waits = map[int32]*space{}, map[int32]*space{}, map[*space]bool{}, map[Chunk]*wait{}
 	l.swept, l.started = minSweep, time.Now()
 }
 
@@ -108,6 +110,8 @@ func (p *Pager) serve() error {
 			if e.Fd == int32(p.eventfd) {
 				err = p.messages()
 			} else if s := l.spaces[e.Fd]; s != nil {
+				err = p.drain(s)
+			} else if s := l.leaving[e.Fd]; s != nil {
 				err = p.drain(s)
 			}
 			if err != nil {
@@ -170,9 +174,17 @@ func (p *Pager) messages() error {
 	for _, s := range incoming { // before anything can fail: Close must find them
 		p.keep(s)
 	}
+	released, unheld := p.released, p.unheld
+	p.released = nil
 	p.mu.Unlock()
 	if closing {
 		return errClosing
+	}
+	if unheld != nil {
+		return unheld
+	}
+	for _, s := range released {
+		p.close(s)
 	}
 	l.paused = false
 	for _, s := range incoming {
@@ -226,23 +238,39 @@ func (p *Pager) sweepDead() {
 
 // drop ends the following of an address space that has ended or wants nothing.
 func (p *Pager) drop(s *space) {
-	if s.gone {
+	if s.left {
 		return
 	}
-	s.gone = true
+	s.left = true
 	p.quiet(s) // all its threads are dead, so all has happened and is read
 	delete(p.loop.spaces, int32(s.fd))
 	p.account(s, s.wanted.pages)
-	s.wanted, s.pending = ranges{}, nil
+	s.wanted = ranges{}
 	p.live.Add(-1)
-	p.letGo(s)
+	if p.cfg.Holder == nil || p.holding.cancel(s) {
+		p.close(s)
+		return
+	}
+	p.loop.leaving[int32(s.fd)] = s
+	p.holding.ask(handover{s, true})
+}
+
+// close closes the descriptor of an address space that was let go of.
+func (p *Pager) close(s *space) {
+	s.recent.doubt = false // nothing depends on any order
+	p.quiet(s)             // children go on
+	s.gone = true
+	s.pending = nil
+	delete(p.loop.restless, s)
+	delete(p.loop.leaving, int32(s.fd))
+	s.fd.Close() // nobody else has it, so that it leaves the epoll set as well
 	p.tellFilled()
 }
 
 // letGoIfComplete lets go of an address space that wants nothing. All that is
 // missing in it is zero, which is what the kernel gives without a handler.
 func (p *Pager) letGoIfComplete(s *space) {
-	if p.loop.restored && !s.gone && s.parent == nil && len(s.young) == 0 && !s.recent.doubt && s.wanted.pages == 0 {
+	if p.loop.restored && !s.left && s.parent == nil && len(s.young) == 0 && !s.recent.doubt && s.wanted.pages == 0 {
 		p.drop(s)
 	}
 }
@@ -250,7 +278,7 @@ func (p *Pager) letGoIfComplete(s *space) {
 // tellFilled ends the Fill calls when there is nothing more to fill.
 func (p *Pager) tellFilled() {
 	l := &p.loop
-	if !l.restored || len(l.spaces) > 0 {
+	if !l.restored || len(l.spaces)+len(l.leaving) > 0 {
 		return
 	}
 	for _, c := range l.fills {

@@ -46,6 +46,10 @@ import (
 
 const pageSize = pageindex.PageSize
 
+// holdTimeout is how long a process that is being restored may wait for its second
+// holder: long enough for a service manager to start a daemon again.
+const holdTimeout = time.Minute
+
 // Policy says what is filled beyond what is touched.
 type Policy string
 
@@ -87,13 +91,13 @@ type Fetcher interface {
 type Holder interface {
 	// Hold returns when the other process has a duplicate of fd. id is unique
 	// in this pager; pid is the dumped process's, a forked child has its
-	// ancestor's. An error is the end of the container. Hold is called from
-	// several goroutines.
-	Hold(id uint64, fd int, pid uint32) error
+	// ancestor's. It waits for a process that is away until the context ends. An
+	// error is the end of the container. Hold is called from several goroutines.
+	Hold(ctx context.Context, id uint64, fd int, pid uint32) error
 	// Forget makes the other process close its duplicate: the address space is
-	// gone or complete. Until it has done so, a process that is still there
-	// blocks in fork, mremap, munmap and madvise.
-	Forget(id uint64)
+	// gone or complete. It returns when that is done or the context has ended;
+	// from then on the holder does not use the descriptor.
+	Forget(ctx context.Context, id uint64)
 }
 
 // Store names the files of one page blob in the node's page store.
@@ -141,6 +145,7 @@ type Pager struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
 	fetches fetches
+	holding holding
 	done    chan struct{} // closed when the loop has ended
 	nextID  atomic.Uint64
 	rec     record
@@ -159,6 +164,8 @@ type Pager struct {
 	pids     map[uint32]bool
 	incoming []*space
 	landed   []landing
+	released []*space // whose descriptors nobody else holds any more
+	unheld   error    // why one cannot be held
 	fills    []chan struct{}
 	restored bool
 	sweep    bool
@@ -192,6 +199,7 @@ func New(cfg Config) (*Pager, error) {
 	p.missing.Store(int64(p.total))
 	p.rec.init(cfg.Index)
 	p.fetches.p = p
+	p.holding.p = p
 	p.loop.init(p)
 	go p.run()
 	return p, nil
@@ -266,7 +274,10 @@ func (p *Pager) Add(pid uint32, fd int) error {
 		return err
 	}
 	if p.cfg.Holder != nil {
-		if err := p.cfg.Holder.Hold(s.id, fd, pid); err != nil {
+		ctx, cancel := context.WithTimeout(p.ctx, holdTimeout)
+		err := p.cfg.Holder.Hold(ctx, s.id, fd, pid)
+		cancel()
+		if err != nil {
 			return fmt.Errorf("pager: second holder for the userfaultfd of task %d: %w", pid, err)
 		}
 	}
@@ -274,7 +285,7 @@ func (p *Pager) Add(pid uint32, fd int) error {
 	defer p.mu.Unlock()
 	if err := p.usable(); err != nil {
 		if p.cfg.Holder != nil {
-			p.cfg.Holder.Forget(s.id)
+			p.cfg.Holder.Forget(p.ctx, s.id)
 		}
 		return err
 	}
@@ -391,27 +402,25 @@ func (p *Pager) Close() {
 	p.cancel()
 	<-p.done
 	p.fetches.wg.Wait()
+	p.holding.wg.Wait()
 	p.mu.Lock()
 	spaces := slices.Clone(p.incoming)
 	p.incoming = nil
 	p.mu.Unlock()
-	for _, s := range p.loop.spaces {
-		spaces = append(spaces, s)
+	for _, m := range []map[int32]*space{p.loop.spaces, p.loop.leaving} {
+		for _, s := range m {
+			spaces = append(spaces, s)
+		}
 	}
 	for _, s := range spaces {
-		p.letGo(s)
+		if p.cfg.Holder != nil {
+			p.cfg.Holder.Forget(p.ctx, s.id)
+		}
+		s.fd.Close()
 	}
-	p.loop.spaces = nil
+	p.loop.spaces, p.loop.leaving = nil, nil
 	p.live.Store(0)
 	p.release()
-}
-
-// letGo closes the descriptor of an address space, here and in the other holder.
-func (p *Pager) letGo(s *space) {
-	if p.cfg.Holder != nil {
-		p.cfg.Holder.Forget(s.id)
-	}
-	s.fd.Close()
 }
 
 var errClosing = errors.New("closing")

@@ -17,6 +17,7 @@ type space struct {
 	id     uint64
 	pid    uint32 // in the page index; of the dumped ancestor for a child
 	child  bool   // forked after the restore
+	left   bool   // let go of: nothing is wanted, or it is dead
 	gone   bool   // closed
 	wanted ranges
 
@@ -80,7 +81,8 @@ func (p *Pager) apply(s *space, e uffd.Event, now time.Time) error {
 		s.pending[page] = w
 		return nil
 	case uffd.Fork:
-		return p.fork(s, e.FD)
+		p.fork(s, e.FD)
+		return nil
 	case uffd.Remap:
 		// A thread that waits at either place must look again: at the old one there
 		// may be nothing now, and at the new one is other memory.

@@ -3,6 +3,7 @@
 package keeper
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -18,9 +19,6 @@ import (
 const (
 	// replyTimeout bounds how long the daemon may take to answer.
 	replyTimeout = 10 * time.Second
-	// patience is how long a call waits for a daemon that is down: long enough
-	// for a service manager to start it again.
-	patience = 60 * time.Second
 	// Between attempts to connect.
 	retryMin = 20 * time.Millisecond
 	retryMax = time.Second
@@ -224,9 +222,7 @@ type refusal string
 func (r refusal) Error() string { return "thaw-snapshotter's keeper: " + string(r) }
 
 // send sends a message over the connection there is, or the next one.
-func (c *Client) send(m message, fd int) error {
-	t := time.NewTimer(patience)
-	defer t.Stop()
+func (c *Client) send(ctx context.Context, m message, fd int) error {
 	for {
 		c.mu.Lock()
 		l, changed, closed := c.link, c.changed, c.closed
@@ -248,47 +244,45 @@ func (c *Client) send(m message, fd int) error {
 		case <-changed:
 		case <-c.done:
 			return net.ErrClosed
-		case <-t.C:
-			return fmt.Errorf("thaw-snapshotter was away for %v", patience)
+		case <-ctx.Done():
+			return fmt.Errorf("thaw-snapshotter's keeper is away (is thaw-snapshotter running?): %w", context.Cause(ctx))
 		}
 	}
 }
 
 // Hold gives the daemon a duplicate of a descriptor under a number of the
 // caller's, who keeps its own open until after Forget or Done. When Hold returns
-// without error, the daemon has it. pid is not used: the container's cgroups say
-// who depends on it.
-func (c *Client) Hold(id uint64, fd int, _ uint32) error {
+// without error, the daemon has it; it waits for a daemon that is away until the
+// context ends. pid is not used: the container's cgroups say who depends on it.
+func (c *Client) Hold(ctx context.Context, id uint64, fd int, _ uint32) error {
 	c.mu.Lock()
 	c.fds[id] = fd
 	c.mu.Unlock()
-	err := c.send(message{Hold: id}, fd)
-	if err != nil { // the caller closes it, and the number may be another file's then
-		c.mu.Lock()
-		delete(c.fds, id)
-		c.mu.Unlock()
+	err := c.send(ctx, message{Hold: id}, fd)
+	if err != nil {
+		c.drop(id)
 	}
 	return err
 }
 
-// Forget makes the daemon close a descriptor that nobody depends on any more.
-// Without a connection, that happens when the next one is complete.
-func (c *Client) Forget(id uint64) {
+// Forget makes the daemon close a descriptor that nobody depends on any more. It
+// returns when that is done, or when the context ends or after Done, which lets go of
+// all; in any case the caller may close its own then.
+func (c *Client) Forget(ctx context.Context, id uint64) {
+	c.drop(id)
+	if ctx.Err() == nil {
+		_ = c.send(ctx, message{Forget: id}, -1) // the daemon refuses none
+	}
+}
+
+// drop takes a descriptor from what connections begin with. A connection that is
+// being made may still send it, so the number must not be another file's before.
+func (c *Client) drop(id uint64) {
 	c.mu.Lock()
 	delete(c.fds, id)
 	c.mu.Unlock()
-	// A connection that is being made still sends what there was before.
 	c.exchanging.Lock()
 	defer c.exchanging.Unlock()
-	c.mu.Lock()
-	l := c.link
-	c.mu.Unlock()
-	if l == nil {
-		return
-	}
-	if err := l.exchange(message{Forget: id}, -1); err != nil {
-		l.conn.Close() // stay sends the others anew, and then this one goes
-	}
 }
 
 // Done tells the daemon that no page is missing any more, or that no process is

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -84,12 +85,12 @@ func TestForgetAndDone(t *testing.T) {
 	r1, w1 := pipe(t)
 	r2, w2 := pipe(t)
 	for id, w := range map[uint64]*os.File{1: w1, 2: w2} {
-		if err := c.Hold(id, int(w.Fd()), 0); err != nil {
+		if err := c.Hold(t.Context(), id, int(w.Fd()), 0); err != nil {
 			t.Fatal(err)
 		}
 		w.Close()
 	}
-	c.Forget(1)
+	c.Forget(t.Context(), 1)
 	atEnd(t, r1)
 	if !isHeld(r2) {
 		t.Error("the other descriptor was closed too")
@@ -124,7 +125,7 @@ func TestMain(m *testing.M) {
 	}
 	c, err := Dial(path, box)
 	if err == nil {
-		err = c.Hold(1, 3, 0)
+		err = c.Hold(context.Background(), 1, 3, 0)
 	}
 	if err != nil {
 		fmt.Println(err)
@@ -190,11 +191,11 @@ func TestBrokenConnectionKillsNobody(t *testing.T) {
 	}
 	r1, w1 := pipe(t)
 	r2, w2 := pipe(t)
-	if err := c.Hold(1, int(w1.Fd()), 0); err != nil {
+	if err := c.Hold(t.Context(), 1, int(w1.Fd()), 0); err != nil {
 		t.Fatal(err)
 	}
 	broken(c)
-	if err := c.Hold(2, int(w2.Fd()), 0); err != nil { // over the new connection
+	if err := c.Hold(t.Context(), 2, int(w2.Fd()), 0); err != nil { // over the new connection
 		t.Fatal(err)
 	}
 	w1.Close()
@@ -202,10 +203,10 @@ func TestBrokenConnectionKillsNobody(t *testing.T) {
 	if !isHeld(r1) || !isHeld(r2) {
 		t.Error("not all is held after the connection broke")
 	}
-	c.Forget(1)
+	c.Forget(t.Context(), 1)
 	atEnd(t, r1)
 	broken(c)
-	c.Forget(2) // whatever state the connection is in
+	c.Forget(t.Context(), 2) // whatever state the connection is in
 	if err := c.Done(); err != nil {
 		t.Error(err)
 	}
@@ -265,6 +266,53 @@ func TestHoldsOn(t *testing.T) {
 	nobody(t, killed)
 }
 
+// TestDaemonAway: calls wait for a daemon that is away as long as they may, and what was given up or forgotten meanwhile
+// does not come back with it.
+func TestDaemonAway(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "keeper.sock")
+	killed, stop := serve(t, path)
+	c, err := Dial(path, box)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stay, wStay := pipe(t)
+	forget, wForget := pipe(t)
+	late, wLate := pipe(t)
+	for id, w := range map[uint64]*os.File{1: wStay, 2: wForget} {
+		if err := c.Hold(t.Context(), id, int(w.Fd()), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	stop()
+	away, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	if err := c.Hold(away, 3, int(wLate.Fd()), 0); err == nil || !strings.Contains(err.Error(), "is thaw-snapshotter running?") {
+		t.Error(err)
+	}
+	c.Forget(away, 3)
+	forgotten := make(chan struct{})
+	go func() {
+		c.Forget(t.Context(), 2)
+		close(forgotten)
+	}()
+	killed2, stop2 := serve(t, path)
+	defer stop2()
+	<-forgotten
+	for _, w := range []*os.File{wStay, wForget, wLate} {
+		w.Close()
+	}
+	atEnd(t, forget)
+	atEnd(t, late)
+	if !isHeld(stay) {
+		t.Error("the new daemon does not hold what is to be held")
+	}
+	if err := c.Done(); err != nil {
+		t.Fatal(err)
+	}
+	nobody(t, killed)
+	nobody(t, killed2)
+}
+
 // TestDaemonRestart: a new daemon gets what the old one held, without anybody being killed.
 func TestDaemonRestart(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "keeper.sock")
@@ -274,14 +322,14 @@ func TestDaemonRestart(t *testing.T) {
 		t.Fatal(err)
 	}
 	r, w := pipe(t)
-	if err := c.Hold(1, int(w.Fd()), 0); err != nil {
+	if err := c.Hold(t.Context(), 1, int(w.Fd()), 0); err != nil {
 		t.Fatal(err)
 	}
 	stop()
 	killed2, stop2 := serve(t, path)
 	defer stop2()
 	r2, w2 := pipe(t)
-	if err := c.Hold(2, int(w2.Fd()), 0); err != nil { // waits for the new connection
+	if err := c.Hold(t.Context(), 2, int(w2.Fd()), 0); err != nil { // waits for the new connection
 		t.Fatal(err)
 	}
 	w.Close()
@@ -308,7 +356,7 @@ func TestForgetDuringReconnect(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, w := pipe(t)
-	if err := c.Hold(7, int(w.Fd()), 0); err != nil {
+	if err := c.Hold(t.Context(), 7, int(w.Fd()), 0); err != nil {
 		t.Fatal(err)
 	}
 	stop()
@@ -339,7 +387,7 @@ func TestForgetDuringReconnect(t *testing.T) {
 		}
 		if i == 0 { // by now it is settled what the new daemon gets
 			go func() {
-				c.Forget(7)
+				c.Forget(t.Context(), 7)
 				close(forgotten)
 				_ = c.Done()
 			}()
@@ -361,7 +409,7 @@ func TestHoldNeedsSomebodyToKill(t *testing.T) {
 		t.Fatal(err)
 	}
 	r, w := pipe(t)
-	if err := c.Hold(1, int(w.Fd()), 0); err == nil {
+	if err := c.Hold(t.Context(), 1, int(w.Fd()), 0); err == nil {
 		t.Error("a descriptor was taken for nobody's memory")
 	}
 	w.Close()
