@@ -27,6 +27,7 @@ import (
 	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/snapshotter/keeper"
 	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/workingset"
 )
 
 const (
@@ -71,6 +72,7 @@ type restored struct {
 	failure   error           // why the container had to be killed
 	control   any             // its cgroup, once it runs
 	filled    bool            // faults no longer tell what is touched
+	expected  *workingset.Set // by which memory is filled; nil: nothing is known
 	restoring context.Context // has the span of the restore, once there is one
 	closed    bool
 }
@@ -150,7 +152,8 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	if c.listener, err = lazypages.Listen(c.work); err != nil {
 		return nil, err
 	}
-	c.running.Add(2)
+	c.running.Add(3)
+	go c.expect(run)
 	go c.serve(run)
 	go c.report(run)
 	return c, nil

@@ -44,6 +44,39 @@ func (r *recording) done(touched int, now time.Time) bool {
 	return touched >= workingset.MaxChunks || now.Sub(r.changed) >= recordQuiet || now.Sub(r.begun) >= recordLimit
 }
 
+// expect tells the fault handler what the container is expected to touch, when that
+// is known.
+func (c *restored) expect(ctx context.Context) {
+	defer c.running.Done()
+	var set *workingset.Set
+	err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
+		resp, err := n.Expected(ctx, &api.ExpectedRequest{RestoreId: c.prepared.RestoreId})
+		if err != nil {
+			return err
+		}
+		set, err = workingset.Parse(resp.GetWorkingSet())
+		return err
+	})
+	if err != nil {
+		if ctx.Err() == nil && !errdefs.IsNotFound(err) {
+			log.G(ctx).WithError(err).WithField("container", c.id).Debug("thaw: working set not known")
+		}
+		return
+	}
+	chunks := make([]pager.Chunk, len(set.Chunks))
+	for i, k := range set.Chunks {
+		chunks[i] = pager.Chunk(k)
+	}
+	c.pager.Expect(chunks)
+	c.mu.Lock()
+	c.expected = set
+	c.mu.Unlock()
+}
+
+// fewNew is how many chunks beyond a working set that was used make it no worse: one
+// in so many.
+const fewNew = 10
+
 // record hands the working set to the daemon when its recording has ended; or in
 // any case, as a partial one, when the container ends. Not to be called by two
 // goroutines at the same time.
@@ -56,8 +89,14 @@ func (c *restored) record(ctx context.Context, state string, ends bool) {
 		return
 	}
 	c.mu.Lock()
-	partial := ends || c.filled
+	partial, used := ends || c.filled, c.expected
 	c.mu.Unlock()
+	if used != nil && !used.Partial && len(touched)-len(used.Chunks) <= len(used.Chunks)/fewNew {
+		touched, partial = touched[:0], false
+		for _, k := range used.Chunks {
+			touched = append(touched, pager.Chunk(k))
+		}
+	}
 	encoded, err := encodeSet(c.prepared.Digest, touched, partial)
 	if err == nil {
 		err = c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {

@@ -54,6 +54,14 @@ func (s *service) Fetch(ctx context.Context, req *api.FetchRequest) (*api.FetchR
 	return &api.FetchResponse{}, nil
 }
 
+func (s *service) Expected(ctx context.Context, req *api.ExpectedRequest) (*api.ExpectedResponse, error) {
+	set, err := s.restores.Expected(ctx, req.GetRestoreId())
+	if err != nil {
+		return nil, api.ToStatus(err)
+	}
+	return &api.ExpectedResponse{WorkingSet: set}, nil
+}
+
 func (s *service) Report(ctx context.Context, req *api.ReportRequest) (*api.ReportResponse, error) {
 	before, err := s.restores.Report(ctx, req.GetStatus())
 	if err != nil {

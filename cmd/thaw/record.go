@@ -135,6 +135,7 @@ func (t *recording) configure(pod, container string) error {
 			*a = make(map[string]string)
 		}
 		(*a)[restore.AnnotationRestore] = "required"
+		(*a)[restore.AnnotationWorkingSet] = "record"
 	}
 	return nil
 }

@@ -52,12 +52,10 @@ func (f *fetches) work(r request) {
 	u := r.urgency
 	for {
 		err := f.p.cfg.Fetcher.Fetch(f.p.ctx, r.blob, r.chunks, u)
-		if u != Ahead { // for which nobody waits
-			f.p.mu.Lock()
-			f.p.landed = append(f.p.landed, landing{r, err})
-			f.p.mu.Unlock()
-			f.p.wake()
-		}
+		f.p.mu.Lock()
+		f.p.landed = append(f.p.landed, landing{r, err})
+		f.p.mu.Unlock()
+		f.p.wake()
 
 		f.mu.Lock()
 		q := f.queue[u]

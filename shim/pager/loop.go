@@ -25,6 +25,7 @@ type loop struct {
 	restless map[*space]bool
 	failed   error                 // what cannot be returned
 	predict  []readahead.Predictor // by blob
+	ahead    ahead
 	waits    map[Chunk]*wait
 	events   uffd.Buffer
 	round    []fault // to be answered now
@@ -147,6 +148,9 @@ func (p *Pager) timeout() int {
 		unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
 		runtime.Gosched()
 		return 0
+	case l.restored && len(l.ahead.ready) > 0:
+		l.spins = 0
+		return 0
 	case l.filling() && !l.paused:
 		l.spins = 0
 		if wait := time.Until(l.holdOff); wait > 0 {
@@ -167,10 +171,11 @@ func (p *Pager) messages() error {
 	unix.Read(p.eventfd, b[:]) // EAGAIN: taken before
 	p.mu.Lock()
 	incoming, landed, sweep, closing := p.incoming, p.landed, p.sweep, p.closing
+	expected := p.expected
 	restored := p.restored && !l.restored
 	l.restored = p.restored
 	l.fills = append(l.fills, p.fills...)
-	p.incoming, p.landed, p.fills, p.sweep = nil, nil, nil, false
+	p.incoming, p.landed, p.fills, p.sweep, p.expected = nil, nil, nil, false, nil
 	for _, s := range incoming { // before anything can fail: Close must find them
 		p.keep(s)
 	}
@@ -191,6 +196,9 @@ func (p *Pager) messages() error {
 		if err := p.follow(s); err != nil {
 			return err
 		}
+	}
+	if len(expected) > 0 {
+		p.expect(expected)
 	}
 	for _, r := range landed {
 		if err := p.land(r); err != nil {
@@ -290,6 +298,12 @@ func (p *Pager) tellFilled() {
 // land handles the answer to a request.
 func (p *Pager) land(r landing) error {
 	l := &p.loop
+	if r.urgency == Ahead { // for which nobody waits
+		if r.err == nil {
+			l.ahead.arrived(r.blob, r.chunks)
+		}
+		return nil
+	}
 	demand := r.urgency == Demand
 	if !demand {
 		l.background--
@@ -401,6 +415,9 @@ func (p *Pager) outOfMemory(f fault) error {
 func (p *Pager) fillSome() error {
 	l := &p.loop
 	l.stalled = false
+	if l.restored && len(l.ahead.ready) > 0 {
+		return p.fillExpected()
+	}
 	if !l.filling() || l.paused || time.Now().Before(l.holdOff) {
 		return nil
 	}

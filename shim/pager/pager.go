@@ -166,6 +166,7 @@ type Pager struct {
 	landed   []landing
 	released []*space // whose descriptors nobody else holds any more
 	unheld   error    // why one cannot be held
+	expected []Chunk
 	fills    []chan struct{}
 	restored bool
 	sweep    bool

@@ -431,6 +431,10 @@ func TestTorture(t *testing.T) {
 			cp := makeCheckpoint(t, pages, 1<<(seed%6), true, seed)
 			v := startVictim(t, pages, "torture", seed, 400)
 			p := startPager(t, cp, slow{cp, 2 * time.Millisecond}, policy, nil, v)
+			if seed%3 == 1 {
+				all := chunksOf(cp, seed)
+				p.Expect(all[:len(all)/2])
+			}
 			v.run(2 * time.Minute)
 			t.Logf("%+v", p.Stats())
 		})

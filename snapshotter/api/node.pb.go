@@ -490,6 +490,94 @@ func (*FetchResponse) Descriptor() ([]byte, []int) {
 	return file_node_proto_rawDescGZIP(), []int{6}
 }
 
+type ExpectedRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	RestoreId     string                 `protobuf:"bytes,1,opt,name=restore_id,json=restoreId,proto3" json:"restore_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExpectedRequest) Reset() {
+	*x = ExpectedRequest{}
+	mi := &file_node_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExpectedRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExpectedRequest) ProtoMessage() {}
+
+func (x *ExpectedRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_node_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExpectedRequest.ProtoReflect.Descriptor instead.
+func (*ExpectedRequest) Descriptor() ([]byte, []int) {
+	return file_node_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *ExpectedRequest) GetRestoreId() string {
+	if x != nil {
+		return x.RestoreId
+	}
+	return ""
+}
+
+type ExpectedResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	WorkingSet    []byte                 `protobuf:"bytes,1,opt,name=working_set,json=workingSet,proto3" json:"working_set,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExpectedResponse) Reset() {
+	*x = ExpectedResponse{}
+	mi := &file_node_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExpectedResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExpectedResponse) ProtoMessage() {}
+
+func (x *ExpectedResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_node_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExpectedResponse.ProtoReflect.Descriptor instead.
+func (*ExpectedResponse) Descriptor() ([]byte, []int) {
+	return file_node_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ExpectedResponse) GetWorkingSet() []byte {
+	if x != nil {
+		return x.WorkingSet
+	}
+	return nil
+}
+
 type ReportRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Status        *Status                `protobuf:"bytes,1,opt,name=status,proto3" json:"status,omitempty"`
@@ -499,7 +587,7 @@ type ReportRequest struct {
 
 func (x *ReportRequest) Reset() {
 	*x = ReportRequest{}
-	mi := &file_node_proto_msgTypes[7]
+	mi := &file_node_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -511,7 +599,7 @@ func (x *ReportRequest) String() string {
 func (*ReportRequest) ProtoMessage() {}
 
 func (x *ReportRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[7]
+	mi := &file_node_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -524,7 +612,7 @@ func (x *ReportRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportRequest.ProtoReflect.Descriptor instead.
 func (*ReportRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{7}
+	return file_node_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ReportRequest) GetStatus() *Status {
@@ -542,7 +630,7 @@ type ReportResponse struct {
 
 func (x *ReportResponse) Reset() {
 	*x = ReportResponse{}
-	mi := &file_node_proto_msgTypes[8]
+	mi := &file_node_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -554,7 +642,7 @@ func (x *ReportResponse) String() string {
 func (*ReportResponse) ProtoMessage() {}
 
 func (x *ReportResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[8]
+	mi := &file_node_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -567,7 +655,7 @@ func (x *ReportResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReportResponse.ProtoReflect.Descriptor instead.
 func (*ReportResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{8}
+	return file_node_proto_rawDescGZIP(), []int{10}
 }
 
 type RecordRequest struct {
@@ -580,7 +668,7 @@ type RecordRequest struct {
 
 func (x *RecordRequest) Reset() {
 	*x = RecordRequest{}
-	mi := &file_node_proto_msgTypes[9]
+	mi := &file_node_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -592,7 +680,7 @@ func (x *RecordRequest) String() string {
 func (*RecordRequest) ProtoMessage() {}
 
 func (x *RecordRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[9]
+	mi := &file_node_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -605,7 +693,7 @@ func (x *RecordRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecordRequest.ProtoReflect.Descriptor instead.
 func (*RecordRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{9}
+	return file_node_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RecordRequest) GetRestoreId() string {
@@ -630,7 +718,7 @@ type RecordResponse struct {
 
 func (x *RecordResponse) Reset() {
 	*x = RecordResponse{}
-	mi := &file_node_proto_msgTypes[10]
+	mi := &file_node_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -642,7 +730,7 @@ func (x *RecordResponse) String() string {
 func (*RecordResponse) ProtoMessage() {}
 
 func (x *RecordResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[10]
+	mi := &file_node_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -655,7 +743,7 @@ func (x *RecordResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecordResponse.ProtoReflect.Descriptor instead.
 func (*RecordResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{10}
+	return file_node_proto_rawDescGZIP(), []int{12}
 }
 
 type WorkingSetRequest struct {
@@ -667,7 +755,7 @@ type WorkingSetRequest struct {
 
 func (x *WorkingSetRequest) Reset() {
 	*x = WorkingSetRequest{}
-	mi := &file_node_proto_msgTypes[11]
+	mi := &file_node_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -679,7 +767,7 @@ func (x *WorkingSetRequest) String() string {
 func (*WorkingSetRequest) ProtoMessage() {}
 
 func (x *WorkingSetRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[11]
+	mi := &file_node_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -692,7 +780,7 @@ func (x *WorkingSetRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WorkingSetRequest.ProtoReflect.Descriptor instead.
 func (*WorkingSetRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{11}
+	return file_node_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *WorkingSetRequest) GetDigest() string {
@@ -711,7 +799,7 @@ type WorkingSetResponse struct {
 
 func (x *WorkingSetResponse) Reset() {
 	*x = WorkingSetResponse{}
-	mi := &file_node_proto_msgTypes[12]
+	mi := &file_node_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -723,7 +811,7 @@ func (x *WorkingSetResponse) String() string {
 func (*WorkingSetResponse) ProtoMessage() {}
 
 func (x *WorkingSetResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[12]
+	mi := &file_node_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -736,7 +824,7 @@ func (x *WorkingSetResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WorkingSetResponse.ProtoReflect.Descriptor instead.
 func (*WorkingSetResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{12}
+	return file_node_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *WorkingSetResponse) GetWorkingSet() []byte {
@@ -755,7 +843,7 @@ type ReleaseRequest struct {
 
 func (x *ReleaseRequest) Reset() {
 	*x = ReleaseRequest{}
-	mi := &file_node_proto_msgTypes[13]
+	mi := &file_node_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -767,7 +855,7 @@ func (x *ReleaseRequest) String() string {
 func (*ReleaseRequest) ProtoMessage() {}
 
 func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[13]
+	mi := &file_node_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -780,7 +868,7 @@ func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{13}
+	return file_node_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ReleaseRequest) GetRestoreId() string {
@@ -798,7 +886,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_node_proto_msgTypes[14]
+	mi := &file_node_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -810,7 +898,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[14]
+	mi := &file_node_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -823,7 +911,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{14}
+	return file_node_proto_rawDescGZIP(), []int{16}
 }
 
 type ListRequest struct {
@@ -834,7 +922,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_node_proto_msgTypes[15]
+	mi := &file_node_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -846,7 +934,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[15]
+	mi := &file_node_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -859,7 +947,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{15}
+	return file_node_proto_rawDescGZIP(), []int{17}
 }
 
 type ListResponse struct {
@@ -871,7 +959,7 @@ type ListResponse struct {
 
 func (x *ListResponse) Reset() {
 	*x = ListResponse{}
-	mi := &file_node_proto_msgTypes[16]
+	mi := &file_node_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -883,7 +971,7 @@ func (x *ListResponse) String() string {
 func (*ListResponse) ProtoMessage() {}
 
 func (x *ListResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[16]
+	mi := &file_node_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -896,7 +984,7 @@ func (x *ListResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListResponse.ProtoReflect.Descriptor instead.
 func (*ListResponse) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{16}
+	return file_node_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ListResponse) GetRestores() []*Status {
@@ -931,7 +1019,7 @@ type Status struct {
 
 func (x *Status) Reset() {
 	*x = Status{}
-	mi := &file_node_proto_msgTypes[17]
+	mi := &file_node_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -943,7 +1031,7 @@ func (x *Status) String() string {
 func (*Status) ProtoMessage() {}
 
 func (x *Status) ProtoReflect() protoreflect.Message {
-	mi := &file_node_proto_msgTypes[17]
+	mi := &file_node_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -956,7 +1044,7 @@ func (x *Status) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Status.ProtoReflect.Descriptor instead.
 func (*Status) Descriptor() ([]byte, []int) {
-	return file_node_proto_rawDescGZIP(), []int{17}
+	return file_node_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Status) GetRestoreId() string {
@@ -1109,7 +1197,13 @@ const file_node_proto_rawDesc = "" +
 	"\x04blob\x18\x02 \x01(\rR\x04blob\x12\x16\n" +
 	"\x06chunks\x18\x03 \x03(\rR\x06chunks\x12/\n" +
 	"\aurgency\x18\x04 \x01(\x0e2\x15.thaw.node.v1.UrgencyR\aurgency\"\x0f\n" +
-	"\rFetchResponse\"=\n" +
+	"\rFetchResponse\"0\n" +
+	"\x0fExpectedRequest\x12\x1d\n" +
+	"\n" +
+	"restore_id\x18\x01 \x01(\tR\trestoreId\"3\n" +
+	"\x10ExpectedResponse\x12\x1f\n" +
+	"\vworking_set\x18\x01 \x01(\fR\n" +
+	"workingSet\"=\n" +
 	"\rReportRequest\x12,\n" +
 	"\x06status\x18\x01 \x01(\v2\x14.thaw.node.v1.StatusR\x06status\"\x10\n" +
 	"\x0eReportResponse\"O\n" +
@@ -1156,11 +1250,12 @@ const file_node_proto_rawDesc = "" +
 	"BACKGROUND\x10\x00\x12\n" +
 	"\n" +
 	"\x06DEMAND\x10\x01\x12\t\n" +
-	"\x05AHEAD\x10\x022\xb4\x04\n" +
+	"\x05AHEAD\x10\x022\xff\x04\n" +
 	"\x04Node\x12F\n" +
 	"\aPrepare\x12\x1c.thaw.node.v1.PrepareRequest\x1a\x1d.thaw.node.v1.PrepareResponse\x12@\n" +
 	"\x05Admit\x12\x1a.thaw.node.v1.AdmitRequest\x1a\x1b.thaw.node.v1.AdmitResponse\x12@\n" +
-	"\x05Fetch\x12\x1a.thaw.node.v1.FetchRequest\x1a\x1b.thaw.node.v1.FetchResponse\x12C\n" +
+	"\x05Fetch\x12\x1a.thaw.node.v1.FetchRequest\x1a\x1b.thaw.node.v1.FetchResponse\x12I\n" +
+	"\bExpected\x12\x1d.thaw.node.v1.ExpectedRequest\x1a\x1e.thaw.node.v1.ExpectedResponse\x12C\n" +
 	"\x06Report\x12\x1b.thaw.node.v1.ReportRequest\x1a\x1c.thaw.node.v1.ReportResponse\x12C\n" +
 	"\x06Record\x12\x1b.thaw.node.v1.RecordRequest\x1a\x1c.thaw.node.v1.RecordResponse\x12O\n" +
 	"\n" +
@@ -1181,7 +1276,7 @@ func file_node_proto_rawDescGZIP() []byte {
 }
 
 var file_node_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_node_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_node_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_node_proto_goTypes = []any{
 	(Urgency)(0),               // 0: thaw.node.v1.Urgency
 	(*PrepareRequest)(nil),     // 1: thaw.node.v1.PrepareRequest
@@ -1191,41 +1286,45 @@ var file_node_proto_goTypes = []any{
 	(*AdmitResponse)(nil),      // 5: thaw.node.v1.AdmitResponse
 	(*FetchRequest)(nil),       // 6: thaw.node.v1.FetchRequest
 	(*FetchResponse)(nil),      // 7: thaw.node.v1.FetchResponse
-	(*ReportRequest)(nil),      // 8: thaw.node.v1.ReportRequest
-	(*ReportResponse)(nil),     // 9: thaw.node.v1.ReportResponse
-	(*RecordRequest)(nil),      // 10: thaw.node.v1.RecordRequest
-	(*RecordResponse)(nil),     // 11: thaw.node.v1.RecordResponse
-	(*WorkingSetRequest)(nil),  // 12: thaw.node.v1.WorkingSetRequest
-	(*WorkingSetResponse)(nil), // 13: thaw.node.v1.WorkingSetResponse
-	(*ReleaseRequest)(nil),     // 14: thaw.node.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),    // 15: thaw.node.v1.ReleaseResponse
-	(*ListRequest)(nil),        // 16: thaw.node.v1.ListRequest
-	(*ListResponse)(nil),       // 17: thaw.node.v1.ListResponse
-	(*Status)(nil),             // 18: thaw.node.v1.Status
+	(*ExpectedRequest)(nil),    // 8: thaw.node.v1.ExpectedRequest
+	(*ExpectedResponse)(nil),   // 9: thaw.node.v1.ExpectedResponse
+	(*ReportRequest)(nil),      // 10: thaw.node.v1.ReportRequest
+	(*ReportResponse)(nil),     // 11: thaw.node.v1.ReportResponse
+	(*RecordRequest)(nil),      // 12: thaw.node.v1.RecordRequest
+	(*RecordResponse)(nil),     // 13: thaw.node.v1.RecordResponse
+	(*WorkingSetRequest)(nil),  // 14: thaw.node.v1.WorkingSetRequest
+	(*WorkingSetResponse)(nil), // 15: thaw.node.v1.WorkingSetResponse
+	(*ReleaseRequest)(nil),     // 16: thaw.node.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),    // 17: thaw.node.v1.ReleaseResponse
+	(*ListRequest)(nil),        // 18: thaw.node.v1.ListRequest
+	(*ListResponse)(nil),       // 19: thaw.node.v1.ListResponse
+	(*Status)(nil),             // 20: thaw.node.v1.Status
 }
 var file_node_proto_depIdxs = []int32{
 	3,  // 0: thaw.node.v1.PrepareResponse.stores:type_name -> thaw.node.v1.Store
 	0,  // 1: thaw.node.v1.FetchRequest.urgency:type_name -> thaw.node.v1.Urgency
-	18, // 2: thaw.node.v1.ReportRequest.status:type_name -> thaw.node.v1.Status
-	18, // 3: thaw.node.v1.ListResponse.restores:type_name -> thaw.node.v1.Status
+	20, // 2: thaw.node.v1.ReportRequest.status:type_name -> thaw.node.v1.Status
+	20, // 3: thaw.node.v1.ListResponse.restores:type_name -> thaw.node.v1.Status
 	1,  // 4: thaw.node.v1.Node.Prepare:input_type -> thaw.node.v1.PrepareRequest
 	4,  // 5: thaw.node.v1.Node.Admit:input_type -> thaw.node.v1.AdmitRequest
 	6,  // 6: thaw.node.v1.Node.Fetch:input_type -> thaw.node.v1.FetchRequest
-	8,  // 7: thaw.node.v1.Node.Report:input_type -> thaw.node.v1.ReportRequest
-	10, // 8: thaw.node.v1.Node.Record:input_type -> thaw.node.v1.RecordRequest
-	12, // 9: thaw.node.v1.Node.WorkingSet:input_type -> thaw.node.v1.WorkingSetRequest
-	14, // 10: thaw.node.v1.Node.Release:input_type -> thaw.node.v1.ReleaseRequest
-	16, // 11: thaw.node.v1.Node.List:input_type -> thaw.node.v1.ListRequest
-	2,  // 12: thaw.node.v1.Node.Prepare:output_type -> thaw.node.v1.PrepareResponse
-	5,  // 13: thaw.node.v1.Node.Admit:output_type -> thaw.node.v1.AdmitResponse
-	7,  // 14: thaw.node.v1.Node.Fetch:output_type -> thaw.node.v1.FetchResponse
-	9,  // 15: thaw.node.v1.Node.Report:output_type -> thaw.node.v1.ReportResponse
-	11, // 16: thaw.node.v1.Node.Record:output_type -> thaw.node.v1.RecordResponse
-	13, // 17: thaw.node.v1.Node.WorkingSet:output_type -> thaw.node.v1.WorkingSetResponse
-	15, // 18: thaw.node.v1.Node.Release:output_type -> thaw.node.v1.ReleaseResponse
-	17, // 19: thaw.node.v1.Node.List:output_type -> thaw.node.v1.ListResponse
-	12, // [12:20] is the sub-list for method output_type
-	4,  // [4:12] is the sub-list for method input_type
+	8,  // 7: thaw.node.v1.Node.Expected:input_type -> thaw.node.v1.ExpectedRequest
+	10, // 8: thaw.node.v1.Node.Report:input_type -> thaw.node.v1.ReportRequest
+	12, // 9: thaw.node.v1.Node.Record:input_type -> thaw.node.v1.RecordRequest
+	14, // 10: thaw.node.v1.Node.WorkingSet:input_type -> thaw.node.v1.WorkingSetRequest
+	16, // 11: thaw.node.v1.Node.Release:input_type -> thaw.node.v1.ReleaseRequest
+	18, // 12: thaw.node.v1.Node.List:input_type -> thaw.node.v1.ListRequest
+	2,  // 13: thaw.node.v1.Node.Prepare:output_type -> thaw.node.v1.PrepareResponse
+	5,  // 14: thaw.node.v1.Node.Admit:output_type -> thaw.node.v1.AdmitResponse
+	7,  // 15: thaw.node.v1.Node.Fetch:output_type -> thaw.node.v1.FetchResponse
+	9,  // 16: thaw.node.v1.Node.Expected:output_type -> thaw.node.v1.ExpectedResponse
+	11, // 17: thaw.node.v1.Node.Report:output_type -> thaw.node.v1.ReportResponse
+	13, // 18: thaw.node.v1.Node.Record:output_type -> thaw.node.v1.RecordResponse
+	15, // 19: thaw.node.v1.Node.WorkingSet:output_type -> thaw.node.v1.WorkingSetResponse
+	17, // 20: thaw.node.v1.Node.Release:output_type -> thaw.node.v1.ReleaseResponse
+	19, // 21: thaw.node.v1.Node.List:output_type -> thaw.node.v1.ListResponse
+	13, // [13:22] is the sub-list for method output_type
+	4,  // [4:13] is the sub-list for method input_type
 	4,  // [4:4] is the sub-list for extension type_name
 	4,  // [4:4] is the sub-list for extension extendee
 	0,  // [0:4] is the sub-list for field type_name
@@ -1242,7 +1341,7 @@ func file_node_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_node_proto_rawDesc), len(file_node_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   18,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -11,6 +11,7 @@ type NodeService interface {
 	Prepare(context.Context, *PrepareRequest) (*PrepareResponse, error)
 	Admit(context.Context, *AdmitRequest) (*AdmitResponse, error)
 	Fetch(context.Context, *FetchRequest) (*FetchResponse, error)
+	Expected(context.Context, *ExpectedRequest) (*ExpectedResponse, error)
 	Report(context.Context, *ReportRequest) (*ReportResponse, error)
 	Record(context.Context, *RecordRequest) (*RecordResponse, error)
 	WorkingSet(context.Context, *WorkingSetRequest) (*WorkingSetResponse, error)
@@ -41,6 +42,13 @@ func RegisterNodeService(srv *ttrpc.Server, svc NodeService) {
 					return nil, err
 				}
 				return svc.Fetch(ctx, &req)
+			},
+			"Expected": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
+				var req ExpectedRequest
+				if err := unmarshal(&req); err != nil {
+					return nil, err
+				}
+				return svc.Expected(ctx, &req)
 			},
 			"Report": func(ctx context.Context, unmarshal func(interface{}) error) (interface{}, error) {
 				var req ReportRequest
@@ -110,6 +118,14 @@ func (c *nodeClient) Admit(ctx context.Context, req *AdmitRequest) (*AdmitRespon
 func (c *nodeClient) Fetch(ctx context.Context, req *FetchRequest) (*FetchResponse, error) {
 	var resp FetchResponse
 	if err := c.client.Call(ctx, "thaw.node.v1.Node", "Fetch", req, &resp); err != nil {
+		return nil, err
+	}
+	return &resp, nil
+}
+
+func (c *nodeClient) Expected(ctx context.Context, req *ExpectedRequest) (*ExpectedResponse, error) {
+	var resp ExpectedResponse
+	if err := c.client.Call(ctx, "thaw.node.v1.Node", "Expected", req, &resp); err != nil {
 		return nil, err
 	}
 	return &resp, nil

@@ -26,8 +26,12 @@ const (
 	AnnotationRestore = checkpoint.Prefix + "restore"
 	// AnnotationPolicy overrides the node's policy.
 	AnnotationPolicy = checkpoint.Prefix + "policy"
+	// AnnotationWorkingSet on a container or pod says what to do about its working
+	// set. "record" records it anew: nothing is done ahead of the container's touches.
+	AnnotationWorkingSet = checkpoint.Prefix + "working-set"
 
-	restoreRequired = "required"
+	restoreRequired  = "required"
+	workingSetRecord = "record"
 
 	// maxSpecSize bounds a bundle's config.json in bytes.
 	maxSpecSize = 16 << 20
@@ -72,6 +76,7 @@ type wish struct {
 	index    digest.Digest // what the image name stands for
 	required bool
 	policy   string
+	record   bool // its working set, as if nothing were known of it
 	pod      string
 }
 
@@ -94,6 +99,13 @@ func wishOf(spec *specs.Spec, policy string) (wish, error) {
 		w.required = true
 	default:
 		return w, fmt.Errorf("annotation %s is %.40q: the only value it may have is %q: %w", AnnotationRestore, v, restoreRequired, errdefs.ErrInvalidArgument)
+	}
+	switch v := a[AnnotationWorkingSet]; v {
+	case "":
+	case workingSetRecord:
+		w.record = true
+	default:
+		return w, fmt.Errorf("annotation %s is %.40q: the only value it may have is %q: %w", AnnotationWorkingSet, v, workingSetRecord, errdefs.ErrInvalidArgument)
 	}
 	if v := a[AnnotationPolicy]; v != "" {
 		if !slices.Contains(config.Policies(), v) {

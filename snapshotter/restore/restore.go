@@ -103,6 +103,7 @@ type restored struct {
 	status  *api.Status   // guarded by Manager.mu
 	filling bool          // guarded by Manager.mu
 	ready   chan struct{} // closed when the restore is prepared
+	expects *expectation  // nil: nothing is known of its working set
 	ctx     context.Context
 	cancel  context.CancelFunc // ends prefetch and fill
 }
@@ -233,7 +234,7 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 	if err := m.checkCRIU(ctx); err != nil {
 		return nil, err
 	}
-	r := &restored{ready: make(chan struct{}), record: record{
+	r := &restored{ready: make(chan struct{}), expects: &expectation{done: make(chan struct{})}, record: record{
 		ID: ID(req.GetNamespace(), req.GetContainerId()), Namespace: req.GetNamespace(), Container: req.GetContainerId(),
 		Bundle: req.GetBundle(), Image: w.image, Manifest: manifest.Digest.String(), Policy: w.policy, Pod: w.pod, Started: time.Now(),
 	}}
@@ -247,7 +248,9 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 	}()
 	r.ctx, r.cancel = context.WithCancel(m.ctx)
 	span := trace.SpanFromContext(ctx)
-	if err := m.background(func() { m.prefetch(trace.ContextWithSpan(r.ctx, span), r, w.index) }); err != nil {
+	if w.record {
+		r.expects = nil
+	} else if err := m.background(func() { m.prefetch(trace.ContextWithSpan(r.ctx, span), r, w.index) }); err != nil {
 		return nil, err
 	}
 	if r.layout, err = m.layouts.acquire(ctx, r.repo.Repository, manifest); err != nil {

@@ -597,6 +597,7 @@ func TestRefused(t *testing.T) {
 			}
 		}, is: errdefs.IsFailedPrecondition, want: "mount /data"},
 		"PID namespace": {spec: func(s *specs.Spec) { s.Linux.Namespaces[0].Path = "/proc/1/ns/pid" }, is: errdefs.IsFailedPrecondition, want: "shareProcessNamespace"},
+		"working set":   {spec: func(s *specs.Spec) { s.Annotations[AnnotationWorkingSet] = "push" }, is: errdefs.IsInvalidArgument, want: "record"},
 		"policy":        {spec: func(s *specs.Spec) { s.Annotations[AnnotationPolicy] = "eager" }, is: errdefs.IsInvalidArgument, want: "lazy, cached, complete"},
 		"annotation":    {spec: func(s *specs.Spec) { s.Annotations[AnnotationRestore] = "yes" }, is: errdefs.IsInvalidArgument, want: AnnotationRestore},
 	} {

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/containerd/containerd/v2/pkg/tracing"
@@ -45,6 +46,10 @@ func (m *Manager) prefetch(ctx context.Context, r *restored, index digest.Digest
 	if err != nil && !errdefs.IsNotFound(err) {
 		log.G(ctx).WithError(err).Warn("working set not read")
 	}
+	if err == nil {
+		r.expects.settle(set)
+	}
+	defer r.expects.settle(nil) // if nothing is found
 	var l *lookup
 	if err != nil || set.Partial {
 		if l, err = m.lookUp(r, index, of); err != nil {
@@ -71,7 +76,46 @@ func (m *Manager) prefetch(ctx context.Context, r *restored, index digest.Digest
 		log.G(ctx).WithError(l.err).Debug("no published working set")
 		return
 	}
+	r.expects.settle(l.set)
 	m.stream(ctx, r, l.set)
+}
+
+// expectation is what a restore is expected to touch first. The set that is known
+// first stays: what is done ahead of touches cannot be undone.
+type expectation struct {
+	once sync.Once
+	done chan struct{} // closed when it is known
+	set  *workingset.Set
+}
+
+func (e *expectation) settle(set *workingset.Set) {
+	e.once.Do(func() {
+		e.set = set
+		close(e.done)
+	})
+}
+
+// Expected returns the encoded set that a restore is expected to touch first, when
+// it is known; see api.Node.
+func (m *Manager) Expected(ctx context.Context, id string) ([]byte, error) {
+	r, err := m.get(id)
+	if err != nil {
+		return nil, err
+	}
+	none := fmt.Errorf("no working set is known for restore %s: %w", id, errdefs.ErrNotFound)
+	if r.expects == nil {
+		return nil, none
+	}
+	select {
+	case <-r.expects.done:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	set := r.expects.set
+	if set == nil {
+		return nil, none
+	}
+	return (&workingset.Set{Checkpoint: set.Checkpoint, Partial: set.Partial, Chunks: set.Within(r.layout.index)}).Encode()
 }
 
 // stream brings a set's chunks into the page store.

@@ -15,6 +15,7 @@ import (
 	"github.com/containerd/errdefs"
 	"github.com/opencontainers/go-digest"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/snapshotter/workingset"
@@ -75,6 +76,9 @@ func TestWorkingSet(t *testing.T) {
 	if got := n.present(resp.RestoreId); got != "" {
 		t.Fatalf("chunks %s are there without a working set", got)
 	}
+	if _, err := n.manager.Expected(t.Context(), resp.RestoreId); !errdefs.IsNotFound(err) {
+		t.Fatalf("something is expected without a working set: %v", err)
+	}
 	if _, err := n.manager.WorkingSet(t.Context(), resp.Digest); !errdefs.IsNotFound(err) {
 		t.Fatalf("a set before it was recorded: %v", err)
 	}
@@ -105,6 +109,19 @@ func TestWorkingSet(t *testing.T) {
 	}
 	if got := n.present(resp.RestoreId); got != "02" {
 		t.Fatalf("chunks %q are there", got)
+	}
+	if set, err := n.manager.Expected(t.Context(), resp.RestoreId); err != nil || string(set) != string(encode(t, resp.Digest, false, 2, 0)) {
+		t.Errorf("%x is expected: %v", set, err)
+	}
+	n.forget(resp.RestoreId)
+	if resp, err = n.prepare("c", func(s *specs.Spec) { s.Annotations[AnnotationWorkingSet] = "record" }); err != nil {
+		t.Fatal(err)
+	}
+	if got := n.present(resp.RestoreId); got != "" {
+		t.Errorf("chunks %q are there although the set is to be recorded anew", got)
+	}
+	if _, err := n.manager.Expected(t.Context(), resp.RestoreId); !errdefs.IsNotFound(err) {
+		t.Errorf("something is expected although the set is to be recorded anew: %v", err)
 	}
 	// What is recorded next replaces it.
 	if err := n.manager.Record(t.Context(), resp.RestoreId, encode(t, resp.Digest, false, 1)); err != nil {
@@ -207,6 +224,9 @@ func TestPublishedWorkingSet(t *testing.T) {
 			}
 			if _, err := n.manager.WorkingSet(t.Context(), resp.Digest); (err == nil) != (c.want != "") {
 				t.Errorf("kept on the node: %v", err)
+			}
+			if _, err := n.manager.Expected(t.Context(), resp.RestoreId); (err == nil) != (c.want != "") {
+				t.Errorf("expected: %v", err)
 			}
 		})
 	}

@@ -257,3 +257,15 @@ func (s *store) Fetch(ctx context.Context, blob uint32, chunks []uint32, u pager
 	}
 	return nil
 }
+
+// some returns a share of all chunks, in random order.
+func (c *checkpoint) some(share float64) (list []pager.Chunk) {
+	for b := range c.index.Blobs {
+		for _, i := range rand.Perm(len(c.index.Blobs[b].Chunks)) {
+			if rand.Float64() < share {
+				list = append(list, pager.Chunk{Blob: uint32(b), Chunk: uint32(i)})
+			}
+		}
+	}
+	return list
+}

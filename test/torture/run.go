@@ -189,6 +189,8 @@ type options struct {
 	latency time.Duration
 	failing float64
 	fill    bool // all memory is asked for in the middle
+	// expected is the share of chunks that are filled ahead of their touch.
+	expected float64
 	// resumed is called when the program runs again, before it is told to go on.
 	resumed func(*pager.Pager) error
 }
@@ -228,6 +230,8 @@ func (r *run) restore(ctx context.Context, c *checkpoint, o options) (err error)
 		defer mu.Unlock()
 		err = errors.Join(fatal, err)
 	}()
+
+	p.Expect(c.some(o.expected))
 
 	l, err := lazypages.Listen(r.work())
 	if err != nil {
