@@ -79,6 +79,7 @@ demo: deps build images
 	@go run ./test/demo
 
 bench: deps build images
+	@contrib/install-deps.sh bench
 	@go run ./test/bench -sizes 64,512,2048,4096 -workloads all -links all -systems all -parts all
 
 trace: deps build images

@@ -10,6 +10,8 @@
 #
 # Running it again does only what is missing. Run as root, from anywhere.
 #
+#   install-deps.sh [bench]    bench: also build/podman/, Podman of the newer suite, which only the benchmarks need
+#
 # Environment:
 #   THAW_CRIU_SUITE  Debian suite that criu is taken from (default: forky)
 #   THAW_CRIU_MIN    oldest acceptable CRIU (default: 4.2)
@@ -23,7 +25,6 @@ build=$root/build
 bin=$build/bin
 suite=${THAW_CRIU_SUITE:-forky}
 criu_min=${THAW_CRIU_MIN:-4.2}
-multiarch=$(gcc -print-multiarch 2>/dev/null || true)
 
 started=$SECONDS
 step() { printf '==> [%3ds] %s\n' $((SECONDS - started)) "$*"; }
@@ -106,23 +107,23 @@ unpack_suite() {
 	mv "$prefix.new" "$prefix"
 }
 
+# relocate PREFIX PROGRAM...: makes programs of the prefix use the libraries beside them, whatever libc the host has.
+relocate() {
+	local prefix=$1 libs loader program
+	libs=$prefix/usr/lib/$(gcc -print-multiarch)
+	loader=$(find "$prefix" -name 'ld-linux*.so*' -print -quit)
+	[ -n "$loader" ] || fail "no dynamic loader among the packages in $prefix"
+	shift
+	for program; do
+		# Libraries find each other by the executable's rpath: DT_RPATH, unlike RUNPATH, is inherited.
+		patchelf --set-interpreter "$loader" --force-rpath --set-rpath "$libs" "$prefix/$program"
+	done
+}
+
 # --- CRIU -------------------------------------------------------------------------------------------------------------
 
 # criu_version BINARY: "4.1.1", or nothing if it does not run.
 criu_version() { "$1" --version 2>/dev/null | awk '/^Version:/ { print $2; exit }'; }
-
-# relocate_criu PREFIX: makes the prefix's criu use the libraries beside it, whatever libc the host has.
-relocate_criu() {
-	local prefix=$1 libs loader elf
-	libs=$prefix/usr/lib/$multiarch
-	loader=$(find "$prefix" -name 'ld-linux*.so*' -print -quit)
-	[ -n "$loader" ] || fail "no dynamic loader among the packages that criu depends on"
-	patchelf --set-interpreter "$loader" "$prefix/usr/sbin/criu"
-	for elf in "$prefix/usr/sbin/criu" "$libs"/libcriu.so.*; do
-		[ -L "$elf" ] || [ ! -f "$elf" ] || patchelf --force-rpath --set-rpath "$libs" "$elf"
-	done
-	# Libraries find each other by the executable's rpath: DT_RPATH, unlike RUNPATH, is inherited.
-}
 
 install_criu() {
 	local host version real=''
@@ -136,9 +137,8 @@ install_criu() {
 		version=$(criu_version "$real" || true)
 		if [ -z "$version" ] || ! newer_or_equal "$version" "$criu_min"; then
 			step "CRIU: fetching from Debian $suite (the host has ${host:-none that is new enough})"
-			multiarch=$(gcc -print-multiarch)
 			unpack_suite "$suite" "$build/criu" criu
-			relocate_criu "$build/criu"
+			relocate "$build/criu" usr/sbin/criu
 			version=$(criu_version "$real") || true
 			[ -n "$version" ] || fail "criu of Debian $suite does not run here: try $real --version"
 			newer_or_equal "$version" "$criu_min" || fail "Debian $suite has CRIU $version, $criu_min is needed: set THAW_CRIU_SUITE to a newer suite"
@@ -165,6 +165,19 @@ install_criu_entry() {
 		LD_PRELOAD=$build/criu-prlimit.so exec $real "\$@"
 	WRAPPER
 	chmod 755 "$bin/criu"
+}
+
+# --- Podman -----------------------------------------------------------------------------------------------------------
+
+install_podman() {
+	local prefix=$build/podman
+	if ! "$prefix/usr/bin/podman" --version >/dev/null 2>&1; then
+		step "Podman: fetching from Debian $suite (unpacked only, no service)"
+		unpack_suite "$suite" "$prefix" podman
+		relocate "$prefix" usr/bin/conmon usr/bin/podman
+	fi
+	ln -sfn ../podman/usr/bin/podman "$bin/podman"
+	step "$("$bin/podman" --version): $prefix"
 }
 
 # --- Debian's registry ------------------------------------------------------------------------------------------------
@@ -209,6 +222,7 @@ build_tools() {
 	echo "$want" >"$stamp"
 }
 
+[ $# = 0 ] || [ "$*" = bench ] || fail "unexpected arguments $*: only bench is known"
 [ "$(id -u)" = 0 ] || fail "must run as root: it installs packages, and the test stack needs namespaces and mounts"
 command -v apt-get >/dev/null || fail "only Debian and its derivatives are supported: apt-get is missing"
 mkdir -p "$bin" "$build/cache"
@@ -217,4 +231,5 @@ check_go
 install_criu
 install_registry
 build_tools
+[ $# = 0 ] || install_podman
 step "done: $bin"
