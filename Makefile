@@ -3,7 +3,7 @@
 #   make demo    the whole thing, on this machine: cold start, checkpoint, eager and lazy restore
 #   make test    all tests and the linters
 #   make torture SEEDS=1000   random programs against the fault handler; FIRST= and REPEAT= for certain seeds
-#   make bench   benchmarks into build/bench: results.json, results.md, ttfr.svg
+#   make bench   benchmarks into build/bench, see docs/benchmarks.md; takes most of an hour
 #   make trace   where the time of a restore goes, from traces
 #   make up      the stack stays up for poking; make down ends it
 #

@@ -26,12 +26,19 @@ type peer interface {
 	Close(ctx context.Context) error
 }
 
-// newPeer prepares a system for a checkpoint, once and before any measurement: for example it writes an image of its own to the
-// same registry. Whatever is written there goes directly, to stack.RegistryAddress; what trials read comes by c.Registry.
+// newPeer prepares a system for a checkpoint, once for each link and before any measurement: for example it writes an image of its
+// own to the same registry. Whatever is written there goes directly, to stack.RegistryAddress; what trials read comes by c.Registry.
 type newPeer func(ctx context.Context, s *stack.Stack, c baseline.Checkpoint) (peer, error)
 
 // peers are the systems of others, by the name in their rows.
 var peers = []struct {
 	name string
 	new  newPeer
-}{}
+}{
+	{podman, func(ctx context.Context, s *stack.Stack, c baseline.Checkpoint) (peer, error) {
+		return baseline.NewPodman(ctx, s, c)
+	}},
+	{estargz, func(ctx context.Context, s *stack.Stack, c baseline.Checkpoint) (peer, error) {
+		return baseline.NewEstargz(ctx, s, c)
+	}},
+}

@@ -18,6 +18,9 @@ func (b *bench) writeReport(ctx context.Context) error {
 	var m markdown
 	m.line("## Machine", "")
 	m.line(b.machine(ctx)...)
+	if b.plot() != "" {
+		m.line("", "![First reply against memory, by system and link](ttfr.svg)")
+	}
 	m.line("", "## Targets", "")
 	m.header("", "measured (the worst)", "target")
 	for _, v := range b.judge() {

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -18,8 +19,8 @@ const (
 	trialTimeout = 5 * time.Minute
 	// A system that has taken so much time at a subject, with all that belongs to its trials, has no more than fewRuns there: the time
 	// goes to those that differ by milliseconds.
-	enough  = 90 * time.Second
-	fewRuns = 3
+	enough  = time.Minute
+	fewRuns = 2
 	// tries is how often a system may fail at a subject before it is left out there.
 	tries = 2
 )
@@ -81,7 +82,7 @@ func (b *bench) trial(ctx context.Context, l *lane, s system, run int) row {
 // keep keeps a row and shows it.
 func (b *bench) keep(r row, err error) {
 	if r.OK = err == nil; !r.OK {
-		r.Error = err.Error()
+		r.Error = strings.Join(strings.Fields(err.Error()), " ") // tools of others write many lines
 		b.fail(fmt.Errorf("%s (%s) of %s at %d MiB over %s, run %d: %w", r.System, r.cacheName(), r.Workload, r.MemoryMiB, r.Link, r.Run, err))
 	}
 	fmt.Fprintf(os.Stderr, "%-9s %5d MiB  %-8s  run %d  %-12s %-8s  %8.1f ms  %11d bytes  %5d requests  %4d remote faults  %s\n",

@@ -7,7 +7,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"time"
 
 	"thaw.dev/thaw/snapshotter/publish"
@@ -213,6 +212,6 @@ func (l *lane) peer(name string, p peer) system {
 func (l *lane) forPeers() baseline.Checkpoint {
 	return baseline.Checkpoint{
 		Name: l.name(), Registry: l.registry, Env: l.env, Images: l.images, Image: l.plain(l.registry), Warm: l.warm,
-		Base: fmt.Sprintf("%s/%s:1", l.registry, l.workload),
+		Base: l.s.Workload(l.workload),
 	}
 }
