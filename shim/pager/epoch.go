@@ -28,12 +28,14 @@ import (
 //
 // In the first two the order is decided when the space is quiet, when all that
 // happened is known and the mappings themselves can be looked at (order, place); until
-// then nothing is filled. Mappings show everything but one thing: that a mapping has
-// grown in place (mremap, no event) over a place that was freed in the same epoch. A
-// place that was given up and is there all the same was given up before it was filled
-// again, or has been grown over since; and a place that parent and child both have
-// although it was freed may have been grown over before the fork or after. Which of
-// these it was is undecidable; docs/limits.md says what is assumed.
+// then nothing is filled. One thing defeats that, of which there is no event: that a
+// mapping grows in place (mremap) over a place that was freed in the same epoch. So a
+// place that parent and child both have although it was freed may have been grown over
+// before the fork or after; and memory that was moved to a place, which is there
+// although it was freed by an event behind both of the move's, may have gone with it
+// and the place have been grown over, or the place have been freed before. What can not be
+// told apart is taken to have happened in the order of the events, as nearly always:
+// docs/limits.md says what that means.
 //
 // Nothing can be filled but at quiet moments, because filling fails while a change
 // is under way; so a fill that succeeds ends an epoch.
@@ -130,7 +132,7 @@ func (p *Pager) quiet(s *space) bool {
 			changing = changing || err == unix.EAGAIN
 			return presenceOf(here, err)
 		}
-		order, wanted := e.order(parent)
+		order, wanted := e.order()
 		inherited := make([]ranges, len(s.young))
 		for i, c := range s.young {
 			if !c.left {
@@ -234,8 +236,8 @@ func (e *epoch) touched(at uint64, from, but int) bool {
 }
 
 // order returns the events in the order in which what they report happened, and
-// what the space wants after that. parent looks at its mappings now.
-func (e *epoch) order(parent func(uint64) presence) (order []int, wanted ranges) {
+// what the space wants after that.
+func (e *epoch) order() (order []int, wanted ranges) {
 	wanted = e.base.clone()
 	done := make([]bool, len(e.events))
 	var put func(i int)
@@ -243,7 +245,7 @@ func (e *epoch) order(parent func(uint64) presence) (order []int, wanted ranges)
 		done[i] = true
 		if e.events[i].Kind == uffd.Remap {
 			for j := i + 1; j < len(e.events); j++ {
-				if !done[j] && e.overtaken(&wanted, i, j, parent) {
+				if !done[j] && e.overtaken(&wanted, i, j) {
 					put(j)
 				}
 			}
@@ -265,7 +267,7 @@ func (e *epoch) order(parent func(uint64) presence) (order []int, wanted ranges)
 
 // overtaken tells whether event j, although it was read later, freed the place to
 // which move i went. wanted is what was wanted before that.
-func (e *epoch) overtaken(wanted *ranges, i, j int, parent func(uint64) presence) bool {
+func (e *epoch) overtaken(wanted *ranges, i, j int) bool {
 	m, v := e.events[i], e.events[j]
 	lo, hi := max(m.To, v.Start), min(m.To+(m.End-m.Start), v.End)
 	if v.Kind == uffd.Remove || e.trails(j) || lo >= hi {
@@ -274,68 +276,59 @@ func (e *epoch) overtaken(wanted *ranges, i, j int, parent func(uint64) presence
 	if next, ok := wanted.next(lo); ok && next.start < hi {
 		return true // a move goes to where nothing is
 	}
-	if j < e.tail(i) {
-		return true // before the move was over, nobody knew where it went
-	}
-	if v.Kind == uffd.Remap && e.tail(j) < 0 || e.moveOver(j) >= 0 {
-		return false // it leaves something there, or brings it
-	}
-	next, ok := wanted.next(lo - m.To + m.Start)
-	if !ok || next.start >= hi-m.To+m.Start {
-		return false // nothing depends on it
-	}
-	at := max(lo, next.start-m.Start+m.To)
-	if parent(at) != mapped || e.touched(at, j+1, j) {
-		return false
-	}
-	for _, w := range e.events[j:] {
-		// What is moved can be made larger as well, which the event does not say.
-		if w.Kind == uffd.Remap && w.To < at && parent(w.To+(w.End-w.Start)) != absent {
-			return false
-		}
-	}
-	return true
+	return j < e.tail(i) // before the move was over, nobody knew where it went
 }
 
-// track is a piece of memory that was wanted at the beginning of an epoch and
-// that some event moved or freed.
+// track is memory that was wanted at the beginning of an epoch and that events moved
+// or freed, all of it by the same ones.
 type track struct {
-	lo, hi uint64 // where it was then; its first page is wanted
-	steps  []step // what happened to it
+	pages []segment // where they were then; never empty
+	steps []step    // what happened to them
 }
 
-// step is one thing that happened to a piece of memory.
+// step is one thing that happened to memory.
 type step struct {
 	event int
-	at    uint64 // where it begins from then on, or gone
+	at    uint64 // where its first page is from then on, or gone
 }
 
 const gone = ^uint64(0)
 
-// at returns where a piece begins after so many steps.
+// at returns where the first page is after so many steps.
 func (t *track) at(stage int) uint64 {
 	if stage == 0 {
-		return t.lo
+		return t.pages[0].start
 	}
 	return t.steps[stage-1].at
 }
 
-// part returns the part of a piece between two of its addresses at the beginning;
-// false: nothing of it is wanted.
-func (t *track) part(lo, hi uint64, base *ranges) (track, bool) {
-	first, ok := base.next(lo)
-	if lo >= hi || !ok || first.start >= hi {
-		return track{}, false
-	}
-	lo = max(lo, first.start)
-	c := track{lo: lo, hi: hi}
-	for _, s := range t.steps {
-		if s.at != gone {
-			s.at += lo - t.lo
+// split parts a track where some addresses after its last step are: what is in front
+// of them, between them and behind them. Each may be empty.
+func (t *track) split(start, end uint64) (parts [3]track) {
+	first, at := t.pages[0].start, t.at(len(t.steps))
+	for _, s := range t.pages {
+		for i, limit := range []uint64{start, end, gone} {
+			if limit != gone {
+				limit = max(limit, at) - at + first // where that was in the beginning
+			}
+			if s.start < limit {
+				parts[i].pages = append(parts[i].pages, s.to(min(s.end, limit)))
+			}
+			if s.end <= limit {
+				break
+			}
+			s = s.from(max(s.start, limit))
 		}
-		c.steps = append(c.steps, s)
 	}
-	return c, true
+	for i := range parts {
+		for _, v := range t.steps {
+			if len(parts[i].pages) > 0 && v.at != gone {
+				v.at += parts[i].pages[0].start - first
+			}
+			parts[i].steps = append(parts[i].steps, v)
+		}
+	}
+	return parts
 }
 
 // tracks returns what the events did to what was wanted, and what they left alone.
@@ -359,31 +352,27 @@ func (e *epoch) tracks(order []int) (rest ranges, tracks []track) {
 // advance adds a step to all that is between two addresses.
 func (e *epoch) advance(rest *ranges, tracks []track, event int, start, end uint64, to func(uint64) uint64) []track {
 	var out []track
-	add := func(t track, ok bool) {
-		if ok {
+	add := func(t track) {
+		if len(t.pages) > 0 {
 			t.steps = append(t.steps, step{event, to(t.at(len(t.steps)))})
 			out = append(out, t)
 		}
 	}
 	for _, t := range tracks {
-		at := t.at(len(t.steps))
-		if at == gone || at >= end || at+(t.hi-t.lo) <= start {
+		if t.at(len(t.steps)) == gone {
 			out = append(out, t)
 			continue
 		}
-		// Where the two addresses were in the beginning.
-		lo, hi := t.lo+(max(start, at)-at), t.lo+min(end-at, t.hi-t.lo)
-		if c, ok := t.part(t.lo, lo, &e.base); ok {
-			out = append(out, c)
+		parts := t.split(start, end)
+		for _, i := range []int{0, 2} {
+			if len(parts[i].pages) > 0 {
+				out = append(out, parts[i])
+			}
 		}
-		add(t.part(lo, hi, &e.base))
-		if c, ok := t.part(hi, t.hi, &e.base); ok {
-			out = append(out, c)
-		}
+		add(parts[1])
 	}
-	if taken, _ := rest.remove(start, end, true); len(taken) > 0 {
-		add(track{lo: taken[0].start, hi: taken[len(taken)-1].end}, true)
-	}
+	taken, _ := rest.remove(start, end, true)
+	add(track{pages: taken})
 	return out
 }
 
@@ -391,17 +380,16 @@ func (e *epoch) advance(rest *ranges, tracks []track, event int, start, end uint
 // of its events had been read.
 func (e *epoch) inherited(order []int, read int, parent, child func(uint64) presence) ranges {
 	r, tracks := e.tracks(order)
-	base := e.base.clone()
 	for i := range tracks {
 		t := &tracks[i]
 		at := e.place(t, read, parent, child)
-		pages, _ := base.remove(t.lo, t.hi, true)
 		if at == gone {
 			continue
 		}
-		r.remove(at, at+(t.hi-t.lo), false)
-		for _, s := range pages {
-			s.start, s.end = s.start-t.lo+at, s.end-t.lo+at
+		first := t.pages[0].start
+		for _, s := range t.pages {
+			s.start, s.end = s.start-first+at, s.end-first+at
+			r.remove(s.start, s.end, false)
 			r.insert(s)
 		}
 	}
@@ -439,7 +427,10 @@ func (e *epoch) place(t *track, read int, parent, child func(uint64) presence) u
 			}
 		}
 	}
-	return gone
+	if n := len(t.steps); t.at(n) == gone && e.events[t.steps[n-1].event].Kind != uffd.Remove {
+		return gone
+	}
+	return at
 }
 
 // forkedBefore tells whether a child was certainly forked before step k of a piece,
