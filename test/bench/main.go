@@ -139,11 +139,8 @@ func run(ctx context.Context, o options) (err error) {
 	if err := b.measureLinks(ctx, links); err != nil {
 		return fmt.Errorf("links: %w", err)
 	}
-	for _, s := range subjects {
-		if err := b.subject(ctx, s, links); err != nil {
-			return errors.Join(fmt.Errorf("%s: %w", s.name(), err), b.write(b.out))
-		}
-		if err := b.write(b.out); err != nil {
+	for _, g := range groups(subjects) {
+		if err := b.group(ctx, g, links); err != nil {
 			return err
 		}
 	}
@@ -151,7 +148,7 @@ func run(ctx context.Context, o options) (err error) {
 	b.printTable(os.Stdout)
 	fmt.Println()
 	b.printTargets(os.Stdout)
-	return errors.Join(b.writeReport(ctx), b.failed)
+	return b.failed
 }
 
 // subjectsOf gives what is to be measured, the synthetic server first.
@@ -188,24 +185,61 @@ func registryOver(l string) string {
 // shape is that of the link 1g-1ms.
 var shape = link.Shape{Rate: 125e6, RoundTrip: time.Millisecond}
 
-// subject measures everything with one subject.
-func (b *bench) subject(ctx context.Context, s *subject, links []string) (err error) {
-	c, err := take(ctx, b.s, s)
-	if err != nil {
-		return err
+// groups gives the subjects in the order in which they are measured. Those of a group are measured over one link after the other. The
+// smaller synthetic ones, which most targets are about, are a group and the first; of the others there is one at a time on the disk.
+func groups(subjects []*subject) [][]*subject {
+	const small = 2048
+	first := []*subject{}
+	others := [][]*subject{}
+	for _, s := range subjects {
+		if s.workload == workloads.Synthetic && s.mib <= small {
+			first = append(first, s)
+		} else {
+			others = append(others, []*subject{s})
+		}
 	}
-	defer func() { err = errors.Join(err, c.remove()) }()
+	return append([][]*subject{first}, others...)
+}
+
+// group measures everything with subjects. What goes wrong is noted and the rest is measured all the same; an error is one after
+// which nothing can be measured any more.
+func (b *bench) group(ctx context.Context, subjects []*subject, links []string) error {
+	taken := make(map[*subject]*checkpoint)
+	defer func() {
+		for _, c := range taken {
+			if err := c.remove(); err != nil {
+				b.fail(err)
+			}
+		}
+	}()
 	for _, link := range links {
-		l := &lane{checkpoint: c, link: link, registry: registryOver(link)}
-		for _, image := range []string{l.plain(l.registry), l.published(l.registry)} {
-			if err := b.s.EnsureImage(ctx, image, nil); err != nil {
+		for _, s := range subjects {
+			if taken[s] == nil {
+				c, err := take(ctx, b.s, s)
+				if err != nil {
+					b.fail(fmt.Errorf("checkpoint of %s: %w", s.name(), err))
+					continue
+				}
+				taken[s] = c
+			}
+			if err := b.lane(ctx, &lane{checkpoint: taken[s], link: link, registry: registryOver(link)}); err != nil {
+				b.fail(fmt.Errorf("%s over %s: %w", s.name(), link, err))
+			}
+			if err := errors.Join(ctx.Err(), b.write(b.out), b.writeReport(ctx)); err != nil {
 				return err
 			}
 		}
-		if err := b.measureParts(ctx, l); err != nil {
-			return err
-		}
-		b.sizes(l)
 	}
 	return nil
+}
+
+// lane measures everything with one subject over one link.
+func (b *bench) lane(ctx context.Context, l *lane) error {
+	for _, image := range []string{l.plain(l.registry), l.published(l.registry)} {
+		if err := b.s.EnsureImage(ctx, image, nil); err != nil {
+			return err
+		}
+	}
+	defer b.sizes(l)
+	return b.measureParts(ctx, l)
 }
