@@ -42,7 +42,7 @@ func makeView(dir, shared, hostname string) error {
 			return err
 		}
 	}
-	return nil
+	return makeParent(dir, entries)
 }
 
 // hostnameOf returns the host name that a container of the spec has: that of

@@ -77,6 +77,21 @@ func makeCheckpoint(ctx context.Context, dir string) (*checkpoint, error) {
 			return nil, err
 		}
 	}
+	var pids []uint32
+	for _, m := range maps {
+		if !m.Shared {
+			pids = append(pids, uint32(m.ID))
+		}
+	}
+	parent := filepath.Join(dir, image.Parent)
+	if err := os.Mkdir(parent, 0o700); err != nil {
+		return nil, err
+	}
+	for name, content := range image.EmptyParent(pids) {
+		if err := os.WriteFile(filepath.Join(parent, name), content, 0o600); err != nil {
+			return nil, err
+		}
+	}
 	// What a node reads is the encoded form.
 	encoded, err := c.index.Encode()
 	if err != nil {

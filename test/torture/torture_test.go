@@ -249,12 +249,7 @@ func runSeeds(t *testing.T, list []uint64) {
 
 // TestFresh runs seeds that nobody has run before.
 func TestFresh(t *testing.T) {
-	start := *first
-	if start == 0 {
-		var b [4]byte
-		rand.Read(b[:])
-		start = uint64(binary.NativeEndian.Uint32(b[:]))
-	}
+	start := freshSeed()
 	var list []uint64
 	for i := range *seeds {
 		for range *repeat {
@@ -263,6 +258,42 @@ func TestFresh(t *testing.T) {
 	}
 	t.Logf("seeds %d to %d", start, start+uint64(*seeds)-1)
 	runSeeds(t, list)
+}
+
+// TestHugePages runs fresh seeds while all memory may be made of huge pages.
+func TestHugePages(t *testing.T) {
+	const file = "/sys/kernel/mm/transparent_hugepage/enabled"
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Skipf("no huge pages here: %v", err)
+	}
+	_, was, _ := strings.Cut(string(text), "[")
+	was, _, _ = strings.Cut(was, "]")
+	if err := os.WriteFile(file, []byte("always"), 0); err != nil {
+		t.Skip(err)
+	}
+	t.Cleanup(func() {
+		if err := os.WriteFile(file, []byte(was), 0); err != nil {
+			t.Error(err)
+		}
+	})
+	start := freshSeed()
+	t.Logf("seeds %d to %d", start, start+uint64(*seeds/4))
+	list := []uint64{712576574, 712576574, 712576574} // failed once
+	for i := range *seeds/4 + 1 {
+		list = append(list, start+uint64(i))
+	}
+	runSeeds(t, list)
+}
+
+// freshSeed is the seed to begin with.
+func freshSeed() uint64 {
+	if *first != 0 {
+		return *first
+	}
+	var b [4]byte
+	rand.Read(b[:])
+	return uint64(binary.NativeEndian.Uint32(b[:]))
 }
 
 // TestKept runs the seeds that failed once.

@@ -43,7 +43,8 @@
 //   - kill before SIGUSR1: CRIU gives a restore up if a task that it has let go kills one
 //     that it is about to let go ("Unable to detach").
 //   - MADV_REMOVE on private memory (the kernel refuses it); it is done to shared memory.
-//   - MADV_GUARD_INSTALL: CRIU dumps it from 4.2 on only.
+//   - MADV_GUARD_INSTALL after "ready": filling removes guards that were installed after
+//     the restore, of which a fault handler does not learn.
 //   - hugetlb pages, which machines have none of by default.
 //   - Growing locked memory with mremap where it has to move: the kernel (6.18 and before)
 //     touches the new pages before it reports the move, and refuses to fill pages until it
@@ -97,6 +98,9 @@
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
+#ifndef MADV_GUARD_INSTALL
+#define MADV_GUARD_INSTALL 102
+#endif
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4
 #endif
@@ -130,6 +134,7 @@ struct arena {
 static struct arena arenas[MAXTHREADS];
 static struct page shared[SHARED], heap[HEAP];
 static uint64_t rom_at, shared_at, heap_at, heap_pages;
+static uint64_t guard_at; // three pages, the one in the middle a guard; 0: the kernel has none
 static int depth;	 // forks between the first process and this one
 static int mine_only = -1; // the one arena that is known after a wild fork
 static pid_t children[LONG];
@@ -271,6 +276,25 @@ static void check_rom(uint64_t i)
 			    i % 8 == 7 ? 0 : i * BLOCKS + b + 1);
 }
 
+// check_guard lets the kernel read, because that fails where the program would be killed.
+static void check_guard(void)
+{
+	int fd[2];
+
+	if (!guard_at)
+		return;
+	if (pipe(fd))
+		die("pipe");
+	for (uint64_t b = 0; b < BLOCKS; b++) {
+		check_block((void *)(guard_at + b * BLOCK), guard_at + b * BLOCK, b + 1);
+		check_block((void *)(guard_at + 2 * PAGE + b * BLOCK), guard_at + 2 * PAGE + b * BLOCK, b + 1);
+	}
+	if (write(fd[1], (void *)(guard_at + PAGE), 1) >= 0 || errno != EFAULT)
+		die("guard %#lx is gone", guard_at + PAGE);
+	close(fd[0]);
+	close(fd[1]);
+}
+
 static uint64_t addr(struct arena *a, uint64_t p) { return a->at + p * PAGE; }
 
 // check_arena checks all pages and leaves the protection as it is.
@@ -302,6 +326,7 @@ static void check_all(void)
 			check_page(&shared[p], shared_at + p * PAGE);
 	for (uint64_t i = 0; i < ROM; i++)
 		check_rom(i);
+	check_guard();
 }
 
 // ---- operations ----
@@ -1005,6 +1030,13 @@ int main(int argc, char **argv)
 	for (uint64_t i = 0; i < ROM; i++)
 		for (uint64_t b = 0; b < BLOCKS && i % 8 != 7; b++)
 			fill((void *)(rom_at + i * PAGE + b * BLOCK), i * BLOCKS + b + 1);
+	guard_at = (uint64_t)map(BASE - APART + 2 * ROM * PAGE, 3, MAP_PRIVATE);
+	for (uint64_t b = 0; b < BLOCKS; b++) {
+		fill((void *)(guard_at + b * BLOCK), b + 1);
+		fill((void *)(guard_at + 2 * PAGE + b * BLOCK), b + 1);
+	}
+	if (madvise((void *)(guard_at + PAGE), PAGE, MADV_GUARD_INSTALL))
+		guard_at = 0;
 	shared_at = (uint64_t)map(0, SHARED, MAP_SHARED);
 	for (int i = 0; i < threads; i++) {
 		struct arena *a = &arenas[i];
