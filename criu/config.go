@@ -4,7 +4,9 @@ package criu
 
 import (
 	"fmt"
+	"maps"
 	"path"
+	"slices"
 	"strings"
 )
 
@@ -20,6 +22,8 @@ type RestoreOptions struct {
 	// LogFile is where CRIU logs: a name in its work directory, or an absolute
 	// path.
 	LogFile string
+	// Mounts are those that CRIU is given: paths by their keys in the images.
+	Mounts map[string]string
 	// Verbosity is CRIU's log level: 1 errors, 2 warnings, 3 information, 4 debug.
 	Verbosity int
 }
@@ -53,11 +57,22 @@ func (o RestoreOptions) Encode() ([]byte, error) {
 	for _, f := range fixed {
 		b.WriteString(f + "\n")
 	}
+	for _, key := range slices.Sorted(maps.Keys(o.Mounts)) {
+		if !plainPath(key) || !PlainPath(o.Mounts[key]) {
+			return nil, fmt.Errorf("mount %.80q at %.80q: only letters, digits and /._~- may be in it", key, o.Mounts[key])
+		}
+		fmt.Fprintf(&b, "external mnt[%s]:%s\n", key, o.Mounts[key])
+	}
 	// Written with "=", since CRIU's parser would make two words of it otherwise
 	// and the option's value is optional.
 	fmt.Fprintf(&b, "verbosity=%d\n", o.Verbosity)
 	fmt.Fprintf(&b, "log-file %s\n", o.LogFile)
 	return []byte(b.String()), nil
+}
+
+// PlainPath reports whether an absolute path can be a mount's in RestoreOptions.
+func PlainPath(p string) bool {
+	return path.IsAbs(p) && plainPath(strings.ReplaceAll(p, "~", "-"))
 }
 
 func plainPath(p string) bool {

@@ -87,6 +87,15 @@ func TestRestoreOptions(t *testing.T) {
 			t.Errorf("log file %q is accepted: %q", path, got)
 		}
 	}
+	got, err = RestoreOptions{LogFile: "x", Mounts: map[string]string{"b": "/run/thaw/container-k8s.io~1/mounts/1", "a": "/m"}}.Encode()
+	if want := "external mnt[a]:/m\nexternal mnt[b]:/run/thaw/container-k8s.io~1/mounts/1\n"; err != nil || !strings.Contains(string(got), want) {
+		t.Errorf("%q, %v", got, err)
+	}
+	for key, path := range map[string]string{"a": "relative", "b": "/a b", "c": "/x#", "d": "~/x", "e": "/a/../b", "": "/x", "a b": "/x", "x]:/y": "/x"} {
+		if got, err := (RestoreOptions{LogFile: "x", Mounts: map[string]string{key: path}}).Encode(); err == nil {
+			t.Errorf("mount %q at %q is accepted: %q", key, path, got)
+		}
+	}
 	if _, err := (RestoreOptions{LogFile: "x", Verbosity: 5}).Encode(); err == nil {
 		t.Error("verbosity 5 is accepted")
 	}

@@ -5,7 +5,6 @@ package shim
 import (
 	"context"
 	"io"
-	"os"
 
 	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
 	"github.com/containerd/containerd/api/types"
@@ -54,7 +53,7 @@ func (m runcManager) Stop(ctx context.Context, id string) (shim.StopStatus, erro
 	if nsErr != nil {
 		return status, err
 	}
-	if rmErr := os.RemoveAll(scratchDir(nodeAddress(), ns, id)); rmErr != nil {
+	if rmErr := removeScratch(scratchDir(nodeAddress(), ns, id)); rmErr != nil {
 		log.G(ctx).WithError(rmErr).Warn("remove the restore's folder")
 	}
 	n := newNode(nodeAddress())

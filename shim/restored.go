@@ -18,15 +18,18 @@ import (
 	"github.com/containerd/log"
 	"github.com/containerd/typeurl/v2"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sync/errgroup"
 	"google.golang.org/protobuf/proto"
 
 	"thaw.dev/thaw/criu"
 	"thaw.dev/thaw/criu/criulog"
 	"thaw.dev/thaw/criu/lazypages"
+	"thaw.dev/thaw/shim/headstart"
 	"thaw.dev/thaw/shim/pager"
 	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/snapshotter/keeper"
 	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/premount"
 	"thaw.dev/thaw/snapshotter/workingset"
 )
 
@@ -53,13 +56,14 @@ type restored struct {
 	service       *service
 	pod           string // namespace/name, of CRI containers
 
-	pager    *pager.Pager
-	fetcher  *fetcher
-	listener *lazypages.Listener
-	keeper   *keeper.Client
-	cgroups  []string // where the kernel lists the container's processes
-	oomScore *int     // what the spec says
-	started  time.Time
+	pager       *pager.Pager
+	fetcher     *fetcher
+	listener    *lazypages.Listener
+	keeper      *keeper.Client
+	breakpoints *headstart.Breakpoints // until the restore is over
+	cgroups     []string               // where the kernel lists the container's processes
+	oomScore    *int                   // what the spec says
+	started     time.Time
 
 	recording  recording // of report, and of close when that has ended
 	criuTraced bool      // as recording
@@ -96,6 +100,7 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	if name := spec.Annotations["io.kubernetes.cri.sandbox-name"]; name != "" {
 		c.pod = spec.Annotations["io.kubernetes.cri.sandbox-namespace"] + "/" + name
 	}
+	c.breakpoints = headstart.PrepareBreakpoints()
 	// What goes on after the request is no part of its trace.
 	run, stop := context.WithCancel(log.WithLogger(context.Background(), log.G(ctx)))
 	c.stop = stop
@@ -111,45 +116,22 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		return nil, err
 	}
 	// There is something only if a shim was killed and nobody cleaned up yet.
-	if err := os.RemoveAll(c.dir); err != nil {
+	if err := removeScratch(c.dir); err != nil {
 		return nil, err
 	}
 	if err := os.MkdirAll(c.work, 0o700); err != nil {
 		return nil, err
 	}
-	hostname, err := hostnameOf(spec)
-	if err != nil {
-		return nil, err
-	}
-	view := filepath.Join(c.dir, "images")
-	if err := makeView(view, prepared.ImagesDir, hostname); err != nil {
-		return nil, err
-	}
-	prepared.ImagesDir = view
 	c.filled = pager.Policy(prepared.Policy) == pager.Complete
-	options, err := criu.RestoreOptions{LazyPages: true, LogFile: criulog.Restore, Verbosity: 4}.Encode()
-	if err != nil {
-		return nil, err
-	}
-	if err := os.WriteFile(c.config, options, 0o600); err != nil {
-		return nil, err
-	}
-	if err := annotate(r.Bundle, c.config); err != nil {
-		return nil, err
-	}
 	opts = proto.Clone(opts).(*runcoptions.Options)
 	opts.CriuWorkPath = c.work
 	if r.Options, err = typeurl.MarshalAnyToProto(opts); err != nil {
 		return nil, err
 	}
-	who := keeper.Container{RestoreID: prepared.RestoreId, Cgroups: c.cgroups}
-	if c.keeper, err = keeper.Dial(keeperAddress(s.node.address), who); err != nil {
-		return nil, err
-	}
-	if c.pager, err = c.newPager(); err != nil {
-		return nil, err
-	}
-	if c.listener, err = lazypages.Listen(c.work); err != nil {
+	var g errgroup.Group // the container waits: at the same time what can be
+	g.Go(func() error { return c.layOut(ctx, r.Bundle, spec) })
+	g.Go(c.listen)
+	if err := g.Wait(); err != nil {
 		return nil, err
 	}
 	c.running.Add(3)
@@ -157,6 +139,42 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	go c.serve(run)
 	go c.report(run)
 	return c, nil
+}
+
+// layOut makes what CRIU reads: its images as this container gets them, and its
+// options.
+func (c *restored) layOut(ctx context.Context, bundle string, spec *specs.Spec) error {
+	hostname, err := hostnameOf(spec)
+	if err != nil {
+		return err
+	}
+	plan, mounts := c.premount(ctx)
+	view := filepath.Join(c.dir, "images")
+	if err := makeView(view, c.prepared.ImagesDir, hostname, plan); err != nil {
+		return err
+	}
+	c.prepared.ImagesDir = view
+	options, err := criu.RestoreOptions{LazyPages: true, LogFile: criulog.Restore, Mounts: mounts, Verbosity: 4}.Encode()
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(c.config, options, 0o600); err != nil {
+		return err
+	}
+	return annotate(bundle, c.config)
+}
+
+// listen makes the fault handler, and the socket on which CRIU finds it.
+func (c *restored) listen() (err error) {
+	who := keeper.Container{RestoreID: c.prepared.RestoreId, Cgroups: c.cgroups}
+	if c.keeper, err = keeper.Dial(keeperAddress(c.service.node.address), who); err != nil {
+		return err
+	}
+	if c.pager, err = c.newPager(); err != nil {
+		return err
+	}
+	c.listener, err = lazypages.Listen(c.work)
+	return err
 }
 
 // rootfsOf returns where runc finds a container's root filesystem.
@@ -176,6 +194,42 @@ func rootfsOf(bundle string, spec *specs.Spec) (string, error) {
 func scratchDir(node, namespace, id string) string {
 	// No name in containerd has a tilde.
 	return filepath.Join(filepath.Dir(node), "container-"+namespace+"~"+id)
+}
+
+// mountsDir is where in it CRIU finds mounts that were made for it.
+const mountsDir = "mounts"
+
+// removeScratch removes the folder of a restore, with what is mounted in it.
+func removeScratch(dir string) error {
+	if err := premount.Remove(filepath.Join(dir, mountsDir)); err != nil {
+		return err
+	}
+	return os.RemoveAll(dir)
+}
+
+// premount makes the mounts that the daemon has planned, and returns the plan and
+// their paths; none, if that cannot be: CRIU can make them all.
+func (c *restored) premount(ctx context.Context) (*premount.Plan, map[string]string) {
+	dir := filepath.Join(c.dir, mountsDir)
+	if !criu.PlainPath(dir) {
+		return nil, nil
+	}
+	plan, err := premount.Read(c.prepared.ImagesDir)
+	if plan == nil && err == nil {
+		return nil, nil
+	}
+	var mounts map[string]string
+	if err == nil {
+		mounts, err = premount.Make(dir, plan)
+	}
+	if err != nil {
+		log.G(ctx).WithError(err).WithField("container", c.id).Warn("thaw: mounts are left to CRIU")
+		if err := premount.Remove(dir); err != nil {
+			log.G(ctx).WithError(err).Warn("thaw: remove mounts")
+		}
+		return nil, nil
+	}
+	return plan, mounts
 }
 
 // annotate names CRIU's configuration file in the bundle's configuration, of which
@@ -316,7 +370,16 @@ func (c *restored) restore(ctx context.Context, upstream func(context.Context) (
 	ctx, span := startSpan(ctx, "Restore")
 	defer span.End()
 	c.setTrace(ctx)
+	moved := make(chan error, 1)
+	go func() { moved <- headstart.MoveToCgroup() }() // runc starts meanwhile
 	resp, err := upstream(ctx)
+	if err := errors.Join(<-moved, c.breakpoints.Close()); err != nil {
+		log.G(ctx).WithError(err).Debug("thaw: no head start")
+	}
+	// The container has its own by now, or never will.
+	if err := premount.Remove(filepath.Join(c.dir, mountsDir)); err != nil {
+		log.G(ctx).WithError(err).Warn("thaw: remove mounts")
+	}
 	c.countFaults(ctx)
 	return resp, err
 }
@@ -402,6 +465,7 @@ func (c *restored) close(ctx context.Context) {
 	killed := c.kill()
 	c.stop()
 	c.running.Wait()
+	_ = c.breakpoints.Close() // if it was never started
 	if c.listener != nil {
 		if err := c.listener.Close(); err != nil {
 			log.G(ctx).WithError(err).Warn("thaw: close lazy-pages socket")
@@ -422,7 +486,7 @@ func (c *restored) close(ctx context.Context) {
 			log.G(ctx).WithError(err).Warn("thaw: release descriptors held by the daemon")
 		}
 	}
-	if err := os.RemoveAll(c.dir); err != nil {
+	if err := removeScratch(c.dir); err != nil {
 		log.G(ctx).WithError(err).Warn("thaw: remove the restore's folder")
 	}
 	c.service.release(ctx, c.prepared.RestoreId)

@@ -7,12 +7,14 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
 	"thaw.dev/thaw/criu"
+	"thaw.dev/thaw/snapshotter/premount"
 )
 
 // makeView makes the directory of CRIU images that one container is restored
@@ -20,9 +22,12 @@ import (
 // write to, and in the place of those that name the container, new ones. The
 // host name is the pod's, not that of the pod which was dumped.
 //
+// With a plan for mounts, the images that are different then are taken from where
+// that lies.
+//
 // The links are hard ones, because CRIU opens some images when it is already in
 // the container's mount namespace, where the path of a symbolic one means nothing.
-func makeView(dir, shared, hostname string) error {
+func makeView(dir, shared, hostname string, plan *premount.Plan) error {
 	entries, err := os.ReadDir(shared)
 	if err != nil {
 		return err
@@ -38,7 +43,16 @@ func makeView(dir, shared, hostname string) error {
 			}
 			continue
 		}
-		if err := os.Link(filepath.Join(shared, e.Name()), path); err != nil {
+		from := filepath.Join(shared, e.Name())
+		if plan != nil {
+			if slices.Contains(plan.Archives, e.Name()) {
+				continue
+			}
+			if slices.Contains(plan.Images, e.Name()) {
+				from = filepath.Join(premount.Folder(shared), e.Name())
+			}
+		}
+		if err := os.Link(from, path); err != nil {
 			return err
 		}
 	}

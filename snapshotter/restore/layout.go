@@ -22,6 +22,7 @@ import (
 	"thaw.dev/thaw/criu/image"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/premount"
 	"thaw.dev/thaw/snapshotter/registry"
 )
 
@@ -43,6 +44,7 @@ const (
 // layout is a checkpoint laid out on the state folder's tmpfs:
 //
 //	DIR/KEY/criu/        CRIU's images, with eager pages in place; read-only
+//	DIR/KEY/premount/    what is different if the shim makes mounts for CRIU (package premount)
 //	DIR/KEY/pageindex    the verified page index
 //	DIR/KEY/config.json  the checkpoint's config
 //
@@ -354,6 +356,9 @@ func (s *layouts) write(ctx context.Context, dir string, state io.Reader, config
 		if err := tuneImages(root); err != nil {
 			return err
 		}
+		if err := planMounts(root, filepath.Join(dir, criuDir)); err != nil {
+			return err
+		}
 	}
 	if err := root.WriteFile(configFile, config, 0o600); err != nil {
 		return fmt.Errorf("checkpoint images: %w", err)
@@ -376,6 +381,54 @@ func tuneImages(root *os.Root) error {
 		return fmt.Errorf("%w: %w", checkpoint.ErrFormat, err)
 	}
 	if err := root.WriteFile(name, content, 0o600); err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	return nil
+}
+
+// planMounts writes down which mounts the shim makes for CRIU.
+func planMounts(root *os.Root, dir string) error {
+	images, err := image.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer images.Close()
+	list, err := images.Tmpfs()
+	if err != nil {
+		return err
+	}
+	var plan premount.Plan
+	keys := make(map[uint32]string)
+	for _, t := range list {
+		f, err := images.Open(t.Archive)
+		if err != nil {
+			return err
+		}
+		m, ok := premount.NewMount(fmt.Sprintf("thaw-tmpfs-%d", t.Device), t.Source, t.Options, t.ReadOnly, f)
+		f.Close()
+		if ok {
+			keys[t.Device] = m.Key
+			plan.Mounts = append(plan.Mounts, *m)
+			plan.Archives = append(plan.Archives, t.Archive)
+		}
+	}
+	if len(keys) == 0 {
+		return nil
+	}
+	changed, err := images.GiveMounts(keys)
+	if err != nil {
+		return err
+	}
+	if err := root.Mkdir(premount.Dir, 0o700); err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	for name, content := range changed {
+		plan.Images = append(plan.Images, name)
+		if err := root.WriteFile(filepath.Join(premount.Dir, name), content, 0o600); err != nil {
+			return fmt.Errorf("checkpoint images: %w", err)
+		}
+	}
+	if err := plan.Write(root); err != nil {
 		return fmt.Errorf("checkpoint images: %w", err)
 	}
 	return nil
