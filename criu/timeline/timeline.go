@@ -38,7 +38,7 @@ type Phase struct {
 // The phases in their order, and what the line says with which each begins (CRIU 4.1
 // and 4.2, restore of one tree).
 var phases = []struct{ name, begins string }{
-	{"images", "CRIU run id"},                              // options, kernel features, process tree
+	{"images", ""},                                         // options, kernel features, process tree
 	{"fork", "Forking task with"},                          // the root task, in new namespaces
 	{"namespaces", "Restoring namespaces"},                 // UTS and the like
 	{"ipc", "Restoring IPC namespace"},                     // variables, segments, queues
@@ -104,15 +104,22 @@ func (p *parser) line(text string) {
 	at := time.Duration(s)*time.Second + time.Duration(us)*time.Microsecond
 	// Tasks write to one log: a line may be a little older than the one before.
 	p.last = max(p.last, at)
-	for i := p.next; i < len(phases); i++ {
+	for i := max(p.next, 1); i < len(phases); i++ {
 		if strings.Contains(m[3], phases[i].begins) {
-			p.close()
-			p.out = append(p.out, Phase{Name: phases[i].name, Start: p.last})
-			p.next = i + 1
+			p.begin(i)
 			break
 		}
 	}
+	if p.next == 0 { // the first line, whatever it says
+		p.begin(0)
+	}
 	p.mount(m[3])
+}
+
+func (p *parser) begin(i int) {
+	p.close()
+	p.out = append(p.out, Phase{Name: phases[i].name, Start: p.last})
+	p.next = i + 1
 }
 
 // mount takes note of how long each mount takes: from the line that announces it to

@@ -75,7 +75,7 @@ func TestReadOthers(t *testing.T) {
 		"phases lack":  {"(00.000001) CRIU run id\n(00.000005) net: Unlock network\n(00.000009) x\n", []Phase{{Name: "images", Start: 1000, End: 5000}, {Name: "unlock", Start: 5000, End: 9000}}},
 		"wrong order":  {"(00.000001) net: Unlock network\n(00.000005) CRIU run id\n", []Phase{{Name: "unlock", Start: 1000, End: 5000}}},
 		"no such path": {"(00.000001) mnt: Restoring mount namespace\n(00.000001) mnt-v2: \tMounting tmpfs @7 (0)\n(00.001000) x", []Phase{{Name: "mounts", Start: 1000, End: 1000000, Parts: []Phase{{Name: "mount tmpfs", Start: 1000, End: 1000000}}}}},
-		"not UTF-8":    {"(00.000001) mnt: \tRead 7 mp @ /\xff\n(00.000001) mnt: Restoring mount namespace\n(00.000001) mnt-v2: \tMounting tmpfs @7 (0)\n(00.001000) x", []Phase{{Name: "mounts", Start: 1000, End: 1000000, Parts: []Phase{{Name: "mount tmpfs", Path: "/?", Start: 1000, End: 1000000}}}}},
+		"not UTF-8":    {"(00.000001) mnt: \tRead 7 mp @ /\xff\n(00.000001) mnt: Restoring mount namespace\n(00.000001) mnt-v2: \tMounting tmpfs @7 (0)\n(00.001000) x", []Phase{{Name: "images", Start: 1000, End: 1000}, {Name: "mounts", Start: 1000, End: 1000000, Parts: []Phase{{Name: "mount tmpfs", Path: "/?", Start: 1000, End: 1000000}}}}},
 	} {
 		got, err := Read(strings.NewReader(c.log))
 		if err != nil || !reflect.DeepEqual(got, c.want) {

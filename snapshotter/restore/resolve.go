@@ -25,6 +25,9 @@ func (m *Manager) find(ctx context.Context, namespace, name string, target v1.De
 	if !images.IsIndexType(target.MediaType) {
 		return none("image %s holds no checkpoint", name)
 	}
+	if desc, ok := m.known(target.Digest); ok {
+		return desc, nil
+	}
 	if target.Size <= 0 || target.Size > checkpoint.MaxManifestSize {
 		return v1.Descriptor{}, fmt.Errorf("index of image %s has %d bytes, allowed are %d: %w", name, target.Size, checkpoint.MaxManifestSize, errdefs.ErrResourceExhausted)
 	}
@@ -53,11 +56,33 @@ func (m *Manager) find(ctx context.Context, namespace, name string, target v1.De
 	desc, err := checkpoint.Find(&index)
 	switch {
 	case err == nil:
+		m.know(target.Digest, desc)
 		return desc, nil
 	case errors.Is(err, checkpoint.ErrNoCheckpoint):
 		return none("image %s holds no checkpoint", name)
 	}
 	return v1.Descriptor{}, fmt.Errorf("image %s: %w", name, classed(err))
+}
+
+// maxKnown bounds how many indexes are remembered.
+const maxKnown = 1024
+
+// known returns the checkpoint that was found in an index before: by its digest an
+// index has always the same.
+func (m *Manager) known(index digest.Digest) (v1.Descriptor, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	desc, ok := m.indexes[index]
+	return desc, ok
+}
+
+func (m *Manager) know(index digest.Digest, checkpoint v1.Descriptor) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if len(m.indexes) >= maxKnown {
+		clear(m.indexes)
+	}
+	m.indexes[index] = checkpoint
 }
 
 // OpenRange reads a range of a blob; see pagestore.Source.

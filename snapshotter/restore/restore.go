@@ -24,6 +24,7 @@ import (
 	"github.com/containerd/containerd/v2/pkg/tracing"
 	"github.com/containerd/errdefs"
 	"github.com/containerd/log"
+	"github.com/opencontainers/go-digest"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"go.opentelemetry.io/otel/trace"
@@ -83,6 +84,7 @@ type Manager struct {
 	restores map[string]*restored
 	repos    map[string]*repository
 	lookups  map[string]*lookup
+	indexes  map[digest.Digest]v1.Descriptor // checkpoints by the indexes they are in
 	closed   bool
 }
 
@@ -119,7 +121,7 @@ func Open(ctx context.Context, opts Options) (*Manager, error) {
 	if err != nil {
 		return nil, err
 	}
-	m := &Manager{opts: opts, sets: sets, restores: make(map[string]*restored), repos: make(map[string]*repository), lookups: make(map[string]*lookup)}
+	m := &Manager{opts: opts, sets: sets, restores: make(map[string]*restored), repos: make(map[string]*repository), lookups: make(map[string]*lookup), indexes: make(map[digest.Digest]v1.Descriptor)}
 	if m.layouts, err = openLayouts(filepath.Join(opts.StateDir, "images"), opts.Limits, meta); err != nil {
 		return nil, err
 	}
