@@ -77,8 +77,8 @@ func run(ctx context.Context, runs, sampled int, all bool) (err error) {
 		if err != nil {
 			return err
 		}
-		fmt.Fprintf(os.Stderr, "restore %d of %d: first reply after %.1f ms\n", i+1, runs, 1e3*took.Seconds())
 		t.add(trace, took)
+		fmt.Fprintf(os.Stderr, "restore %d of %d: first instruction after %s ms, first reply after %s ms\n", i+1, runs, ms(t.first[i]), ms(took))
 		if all && i == runs-1 {
 			printSpans(os.Stdout, trace)
 		}
