@@ -25,8 +25,9 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// chunkSize is the unit in which eStargz compresses and verifies files, and so the least that a page fault fetches.
-const chunkSize = 256 << 10
+// chunkSize is the unit in which eStargz compresses and verifies files, and so the least that a page fault fetches. Of 128, 256 and
+// 512 KiB, 1 MiB and the format's usual 4 MiB, this gave the synthetic server of 512 MiB its first reply soonest.
+const chunkSize = 512 << 10
 
 // exists says whether a registry has an image.
 func exists(ctx context.Context, ref name.Reference) bool {
