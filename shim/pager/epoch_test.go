@@ -98,6 +98,7 @@ func TestOrder(t *testing.T) {
 		{"move, and growth over the old place, then fork", "x", events{move(x, y), unmap(x)}, "xy", "x at y", 2, "xy", "x at y"},
 		{"unmap, then fork", "x", events{unmap(x)}, "", "", 1, "", ""},
 		{"unmap, and growth over the place, then fork", "x", events{unmap(x)}, "x", "", 1, "x", ""},
+		{"unmap, and growth over the place, then fork, then unmap again", "x", events{unmap(x), unmap(x)}, "", "", 1, "x", ""},
 		{"fork, then unmap", "x", events{unmap(x)}, "", "", 0, "x", "x"},
 		{"fork, then unmap, reported first", "x", events{unmap(x)}, "", "", 1, "x", "x"},
 		{"unmap, then fork, reported first", "x", events{unmap(x)}, "", "", 0, "", ""},
