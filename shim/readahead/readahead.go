@@ -24,9 +24,10 @@ const (
 	history = 16
 	// walks is how many are followed at once.
 	walks = 8
-	// firstWindow and maxWindow bound the chunks that are asked for at once (1 MiB
-	// and 8 MiB with chunks of 128 KiB).
-	firstWindow = 8
+	// firstWindow and maxWindow bound the chunks that are asked for at once (512 KiB
+	// and 8 MiB with chunks of 128 KiB). Small heaps are touched in an order that
+	// is full of short walks by chance: the first window is all that these cost.
+	firstWindow = 4
 	maxWindow   = 64
 )
 
@@ -45,6 +46,7 @@ type walk struct {
 	at     int // touched last
 	end    int // the first chunk that was not asked for
 	window int // chunks that were asked for last
+	seen   int // touches since then
 	used   uint64
 }
 
@@ -63,7 +65,8 @@ func (p *Predictor) Touch(chunk, n int) []int {
 		return nil
 	}
 	w.at, w.used = chunk, p.clock
-	if w.asked() > w.window/2 {
+	w.seen++
+	if w.asked() > w.window/2 || w.seen < w.window/2 {
 		return nil
 	}
 	w.window = min(2*w.window, maxWindow)
@@ -71,7 +74,7 @@ func (p *Predictor) Touch(chunk, n int) []int {
 	var ahead []int
 	for i := range p.walks {
 		if v := &p.walks[i]; v.beside(w) {
-			v.window = w.window
+			v.window, v.seen = w.window, 0
 			ahead = v.extend(ahead, want, n)
 		}
 	}
@@ -131,7 +134,7 @@ func (p *Predictor) find(chunk int) *walk {
 			oldest = &p.walks[i]
 		}
 	}
-	*oldest = walk{stride: stride, at: chunk, end: chunk + stride, window: firstWindow / 2}
+	*oldest = walk{stride: stride, at: chunk, end: chunk + stride, window: firstWindow / 2, seen: firstWindow}
 	return oldest
 }
 

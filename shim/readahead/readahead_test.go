@@ -85,6 +85,20 @@ func TestRandomTouchesCostLittle(t *testing.T) {
 	}
 }
 
+// TestDenseTouchesCostLittle: chunks of a small heap in random order make walks by chance.
+func TestDenseTouchesCostLittle(t *testing.T) {
+	const runs, heap, touches = 300, 40, 15
+	r := rand.New(rand.NewSource(3))
+	wasted := 0
+	for range runs {
+		_, w := walkOver(r.Perm(heap)[:touches], 512)
+		wasted += w
+	}
+	if wasted > runs*touches*5/4 {
+		t.Errorf("%d chunks fetched in vain for %d", wasted, runs*touches)
+	}
+}
+
 // TestWithinTheBlob: nothing outside of the blob is predicted, whatever is missed.
 func TestWithinTheBlob(t *testing.T) {
 	const n = 20
