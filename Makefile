@@ -3,6 +3,7 @@
 #   make demo    the whole thing, on this machine: cold start, checkpoint, eager and lazy restore
 #   make test    all tests and the linters
 #   make torture SEEDS=1000   random programs against the fault handler; FIRST= and REPEAT= for certain seeds
+#   make restores RESTORES=500   one container restored again and again: nothing may be left behind
 #   make bench   benchmarks into build/bench, see docs/benchmarks.md; takes most of an hour
 #   make trace   where the time of a restore goes, from traces
 #   make up      the stack stays up for poking; make down ends it
@@ -27,8 +28,10 @@ FUZZ_COUNT ?= 20000x
 SEEDS ?= 100
 FIRST ?= 0
 REPEAT ?= 1
+# Of the test that restores a container again and again.
+RESTORES ?= 500
 
-.PHONY: help deps build images test unit race fuzz torture e2e lint format demo bench trace up down clean
+.PHONY: help deps build images test unit race fuzz torture restores e2e lint format demo bench trace up down clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -68,6 +71,10 @@ fuzz:
 torture: deps
 	@echo "==> torture: $(SEEDS) seeds"
 	@go test -count=1 -timeout 0 -v -run 'TestFresh' ./test/torture -seeds $(SEEDS) -first $(FIRST) -repeat $(REPEAT)
+
+restores: deps build images
+	@echo "==> $(RESTORES) restores"
+	@go test -count=1 -timeout 0 -v -run 'TestRepeatedRestores' ./test/e2e -restores $(RESTORES)
 
 e2e: deps build images
 	@echo "==> end-to-end tests"

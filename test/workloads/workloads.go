@@ -52,6 +52,8 @@ const (
 	Nginx     = "nginx"     // :8080/, two workers that run as www-data
 	Pipeline  = "pipeline"  // a shell's process tree; answers in its log
 	Sockets   = "sockets"   // socket pair and deleted file; answers in its log
+	Crowd     = "crowd"     // test/torture's; many threads or processes that want the same memory
+	Torture   = "torture"   // test/torture's; random things done to memory
 )
 
 // Tag is the tag of all images.
@@ -92,6 +94,8 @@ var images = map[string]image{
 		command: []string{"/bin/sh", "/app/pipeline.sh"},
 	},
 	Sockets: {debian: true, program: "sockets", command: []string{"/usr/local/bin/sockets"}},
+	Crowd:   {program: "crowd", command: []string{"/usr/local/bin/crowd"}},
+	Torture: {program: "torture", command: []string{"/usr/local/bin/torture"}},
 }
 
 // All lists the names of all images.
@@ -111,8 +115,10 @@ func Build(ctx context.Context, root string, progress io.Writer) error {
 		}
 	}
 	// Static, so that it does not matter whether the image's libc is the one that this machine compiles for.
-	if err := run(ctx, progress, here, nil, "gcc", "-O2", "-Wall", "-Wextra", "-static", "-o", filepath.Join(programs, "sockets"), "sockets/main.c"); err != nil {
-		return err
+	for n, source := range map[string]string{"sockets": "sockets/main.c", "crowd": "../torture/program/crowd.c", "torture": "../torture/program/torture.c"} {
+		if err := run(ctx, progress, here, nil, "gcc", "-O2", "-Wall", "-Wextra", "-static", "-pthread", "-o", filepath.Join(programs, n), source); err != nil {
+			return err
+		}
 	}
 	return buildDebian(ctx, root, progress)
 }
