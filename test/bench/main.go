@@ -33,6 +33,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"thaw.dev/thaw/test/stack"
 	"thaw.dev/thaw/test/stack/link"
 	"thaw.dev/thaw/test/workloads"
@@ -58,6 +60,7 @@ const (
 	partComplete = "complete" // all memory, after the first reply
 	partClones   = "clones"   // many restores of one image at once
 	partFaults   = "faults"   // single page faults
+	partChunks   = "chunks"   // sizes of chunks and levels of compression
 )
 
 // parts measures what is to be measured of a lane.
@@ -72,6 +75,7 @@ func (b *bench) measureParts(ctx context.Context, l *lane) error {
 		// Over one link: the slower one, which is the last.
 		{partClones, l.workload == workloads.Synthetic && l.mib == clonesMiB && l.link == b.links[len(b.links)-1].name, b.clones},
 		{partFaults, l.workload == workloads.Synthetic && l.mib == faultsMiB && l.link == loopback, b.faults},
+		{partChunks, l.workload != workloads.Synthetic && l.link == loopback, b.chunks},
 	} {
 		if p.applies && slices.Contains(b.parts, p.name) {
 			if err := p.measure(ctx, l); err != nil {
@@ -97,12 +101,12 @@ func main() {
 	flag.StringVar(&o.workloads, "workloads", workloads.Synthetic, "programs, or all: synthetic,agent,node,redis")
 	flag.StringVar(&o.links, "links", loopback, "links between node and registry, or all: loopback,1g-1ms")
 	flag.StringVar(&o.systems, "systems", "thaw,eager,criu-local,cold", "systems, or all: those and podman,estargz-criu")
-	flag.StringVar(&o.parts, "parts", partRestores, "what is measured, or all: restores,clones,complete,faults")
+	flag.StringVar(&o.parts, "parts", partRestores, "what is measured, or all: restores,clones,complete,faults,chunks")
 	flag.IntVar(&o.runs, "runs", 5, "runs of each system")
 	flag.StringVar(&o.out, "out", "build/bench/results.json", "where the rows are written; the other files go beside it")
 	flag.Parse()
 	stack.Isolate()
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
 	defer stop()
 	if err := run(ctx, o); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
@@ -120,7 +124,7 @@ func list(value string, everything ...string) []string {
 
 func run(ctx context.Context, o options) (err error) {
 	b := &bench{runs: o.runs, out: o.out, systems: list(o.systems, thaw, eager, podman, estargz, criuLocal, coldStart)}
-	b.parts = list(o.parts, partRestores, partComplete, partClones, partFaults)
+	b.parts = list(o.parts, partRestores, partComplete, partClones, partFaults, partChunks)
 	subjects, err := subjectsOf(o)
 	if err != nil {
 		return err
@@ -141,7 +145,8 @@ func run(ctx context.Context, o options) (err error) {
 	}
 	for _, g := range groups(subjects) {
 		if err := b.group(ctx, g, links); err != nil {
-			return err
+			b.fail(err) // what was measured until then is shown
+			break
 		}
 	}
 	fmt.Fprintf(os.Stderr, "measured for %s\n", time.Since(began).Round(time.Second))
@@ -225,7 +230,7 @@ func (b *bench) group(ctx context.Context, subjects []*subject, links []string) 
 			if err := b.lane(ctx, &lane{checkpoint: taken[s], link: link, registry: registryOver(link)}); err != nil {
 				b.fail(fmt.Errorf("%s over %s: %w", s.name(), link, err))
 			}
-			if err := errors.Join(ctx.Err(), b.write(b.out), b.writeReport(ctx)); err != nil {
+			if err := errors.Join(ctx.Err(), b.write(b.out), b.writeReport(context.WithoutCancel(ctx))); err != nil {
 				return err
 			}
 		}

@@ -31,6 +31,7 @@ func (b *bench) writeReport(ctx context.Context) error {
 	b.filling(&m)
 	b.faultTable(&m)
 	b.cloneTable(&m)
+	b.chunkTable(&m)
 	if err := os.WriteFile(filepath.Join(filepath.Dir(b.out), "results.md"), []byte(m.String()), 0o644); err != nil {
 		return err
 	}
