@@ -22,7 +22,8 @@ import (
 // Podman restores with Podman, from a checkpoint image that Podman made of the same program in the same state.
 //
 // Its containers use the stack's network namespace, so that no network has to be set up, as there is none to be for a container in a pod
-// whose sandbox runs; the program's own image stays in its storage all the time.
+// whose sandbox runs; the program's own image stays in its storage all the time. That is on overlayfs, which was a little sooner
+// than the driver vfs. crun cannot take runc's place where cgroups are a hybrid of both versions.
 type Podman struct {
 	bin   string // folder of binaries
 	dir   string // storage and state
@@ -130,6 +131,7 @@ func (p *Podman) checkpoint(ctx context.Context, c Checkpoint, image string) err
 	for _, args := range [][]string{
 		// Connections that the warm-up closed may not be gone yet.
 		{"container", "checkpoint", "--tcp-established", "--create-image", image, podmanName},
+		// The compression with which programs' memory is restored soonest. Of random memory gzip is, by about a seventh.
 		{"push", "--compression-format", "zstd", image},
 		{"rm", "--force", podmanName},
 		{"rmi", image},
