@@ -12,10 +12,6 @@ import (
 	"thaw.dev/thaw/snapshotter/pageindex"
 )
 
-// expectBatch is how many chunks of a working set are asked for, and so are known to
-// be there, at once.
-const expectBatch = 16
-
 // ahead fills what is expected to be touched: a fault costs more than a copy. It is
 // the loop's alone.
 type ahead struct {
@@ -54,7 +50,7 @@ func (p *Pager) expect(chunks []Chunk) {
 	for len(chunks) > 0 {
 		var ask []uint32
 		blob, n := chunks[0].Blob, 0
-		for ; n < len(chunks) && chunks[n].Blob == blob && len(ask) < expectBatch; n++ {
+		for ; n < len(chunks) && chunks[n].Blob == blob && len(ask) < maxBatch; n++ {
 			c := chunks[n]
 			p.rec.touch(int32(blob), int(c.Chunk))
 			if p.stores[blob].present(int(c.Chunk)) {

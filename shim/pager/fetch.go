@@ -9,6 +9,10 @@ import "sync"
 // the link free.
 var maxRunning = [...]int{Demand: 32, Ahead: 16, Background: 4}
 
+// maxBatch is how many chunks nobody waits for are asked for at once: of 128 KiB
+// each, as many as the daemon asks a registry for in one request (2 MiB).
+const maxBatch = 16
+
 // request asks for chunks of a blob.
 type request struct {
 	blob    uint32

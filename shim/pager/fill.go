@@ -259,7 +259,20 @@ func (p *Pager) fillNext(s *space) (more bool, err error) {
 // address on.
 func (p *Pager) lookAhead(s *space, at uint64) {
 	const segments = 256 // looked at; a fragmented space has many to a chunk
+	l := &p.loop
+	batch := request{urgency: Background}
+	ask := func() {
+		if len(batch.chunks) > 0 {
+			l.background++
+			p.fetches.ask(batch)
+			batch.chunks = nil
+		}
+	}
+	defer ask()
 	for range segments {
+		if l.background == 2*maxRunning[Background] {
+			return
+		}
 		seg, ok := s.wanted.next(at)
 		if !ok {
 			return
@@ -272,13 +285,15 @@ func (p *Pager) lookAhead(s *space, at uint64) {
 		st := p.stores[seg.blob]
 		page := seg.from(at).page
 		chunk := st.blob.ChunkOf(page)
-		if c := (Chunk{uint32(seg.blob), uint32(chunk)}); !st.present(chunk) && p.loop.waits[c] == nil {
-			if p.loop.background == 2*maxRunning[Background] {
-				return
+		if c := (Chunk{uint32(seg.blob), uint32(chunk)}); !st.present(chunk) && l.waits[c] == nil {
+			if c.Blob != batch.blob {
+				ask()
 			}
-			p.loop.background++
-			p.loop.waits[c] = &wait{}
-			p.fetches.ask(request{c.Blob, []uint32{c.Chunk}, Background})
+			l.waits[c] = &wait{}
+			batch.blob, batch.chunks = c.Blob, append(batch.chunks, c.Chunk)
+			if len(batch.chunks) == maxBatch {
+				ask()
+			}
 		}
 		at = min(seg.end, at+(st.blob.FirstPage(chunk+1)-page)*pageSize)
 	}

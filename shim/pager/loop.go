@@ -308,13 +308,23 @@ func (p *Pager) land(r landing) error {
 	if !demand {
 		l.background--
 	}
-	c := Chunk{r.blob, r.chunks[0]} // there is one, whatever the urgency
+	for _, c := range r.chunks {
+		if err := p.landChunk(Chunk{r.blob, c}, demand, r.err); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// landChunk handles the answer for one chunk.
+func (p *Pager) landChunk(c Chunk, demand bool, failure error) error {
+	l := &p.loop
 	w := l.waits[c]
 	if w == nil {
 		return nil
 	}
 	present := p.stores[c.Blob].present(int(c.Chunk))
-	if r.err == nil && !present {
+	if failure == nil && !present {
 		return fmt.Errorf("chunk %d of blob %d was reported as fetched but is not marked in the page store: restart thaw-snapshotter", c.Chunk, c.Blob)
 	}
 	if !present {
@@ -322,10 +332,10 @@ func (p *Pager) land(r landing) error {
 			return nil // the request that faults wait for is still under way
 		}
 		if demand && anyAlive(w.faults) {
-			if errors.Is(r.err, context.Canceled) && p.ctx.Err() != nil {
+			if errors.Is(failure, context.Canceled) && p.ctx.Err() != nil {
 				return errClosing
 			}
-			return fmt.Errorf("chunk %d of blob %d: %w", c.Chunk, c.Blob, r.err)
+			return fmt.Errorf("chunk %d of blob %d: %w", c.Chunk, c.Blob, failure)
 		}
 		// Nobody waits. The background filling asks again, but not at once: the
 		// registry may be down for long, and a fault will ask for itself.
