@@ -186,6 +186,60 @@ func use(pid int) (usage, error) {
 	return u, nil
 }
 
+// TestIdle: while no page is missed, the page handler uses no CPU: a shim with one takes what runc's shim takes, of which
+// containerd asks for statistics now and then, and the daemon nothing.
+func TestIdle(t *testing.T) {
+	ctx, s := start(t, workloads.Synthetic)
+	ref := frozenSynthetic(ctx, t, s)
+	plain, err := s.RunPod(ctx, stack.PodOptions{Name: "plain", Handler: "runc"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := plain.Run(ctx, stack.ContainerOptions{Image: s.Workload(workloads.Synthetic), Env: synthetic}); err != nil {
+		t.Fatal(err)
+	}
+	pod, c := lazily(ctx, t, s, ref)
+	if _, err := get(ctx, pod, "/touch"); err != nil {
+		t.Fatal(err)
+	}
+	pids := make([]int, 3)
+	for i, p := range []*stack.Pod{plain, pod} {
+		if pids[i], err = p.ShimPID(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	pids[2] = s.Daemon().PID()
+	spent := func() (d [3]time.Duration) {
+		for i, pid := range pids {
+			u, err := use(pid)
+			if err != nil {
+				t.Fatal(err)
+			}
+			d[i] = u.CPU
+		}
+		return d
+	}
+	// Some intervals: what the restore itself leaves to be done is done in the first.
+	const long, most = 3 * time.Second, 60 * time.Millisecond
+	for tries := 4; ; tries-- {
+		before := spent()
+		<-time.After(long)
+		after := spent()
+		runc, thaw, daemon := after[0]-before[0], after[1]-before[1], after[2]-before[2]
+		t.Logf("CPU in %v: runc's shim %v, thaw's shim %v, daemon %v", long, runc, thaw, daemon)
+		if thaw <= runc+most && daemon <= most {
+			break
+		}
+		if tries == 1 {
+			t.Error("CPU is used while nothing faults")
+			break
+		}
+	}
+	if status := reported(ctx, t, s, c.ID); status == nil || status.PagesPresent == status.PagesTotal {
+		t.Errorf("no page is missing: %+v", status)
+	}
+}
+
 // TestRepeatedRestores restores a container many times in one pod: shim and daemon are then as they were.
 func TestRepeatedRestores(t *testing.T) {
 	ctx, s := start(t, workloads.Synthetic)
