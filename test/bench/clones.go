@@ -112,7 +112,9 @@ func (b *bench) together(ctx context.Context, l *lane, r *row, prepare func(cont
 	}
 	t := &trial{row: r, registry: b.s.Registry}
 	var running errgroup.Group
-	t.start()
+	if err := t.start(); err != nil {
+		return err
+	}
 	for _, c := range made {
 		running.Go(func() error {
 			if err := c.start(ctx); err != nil {

@@ -24,9 +24,13 @@ type trial struct {
 }
 
 // start begins the time; everything before it is preparation.
-func (t *trial) start() {
+func (t *trial) start() error {
+	if err := back(t.row.MemoryMiB); err != nil {
+		return err
+	}
 	t.traffic = t.registry.Traffic(nil)
 	t.began = time.Now()
+	return nil
 }
 
 // stop ends the time.
@@ -82,7 +86,9 @@ func (l *lane) pod(ctx context.Context, t *trial, handler string, o stack.Contai
 	if err != nil {
 		return err
 	}
-	t.start()
+	if err := t.start(); err != nil {
+		return err
+	}
 	if err := c.Start(ctx); err != nil {
 		return err
 	}
@@ -172,7 +178,9 @@ func (l *lane) bundle(ctx context.Context, measure func(*baseline.Bundle) error)
 
 func (l *lane) eager(ctx context.Context, t *trial) error {
 	return l.bundle(ctx, func(b *baseline.Bundle) error {
-		t.start()
+		if err := t.start(); err != nil {
+			return err
+		}
 		if err := baseline.Unpack(ctx, l.plain(l.registry), b.Images()); err != nil {
 			return err
 		}
@@ -188,7 +196,9 @@ func (l *lane) criuLocal(ctx context.Context, t *trial) error {
 		if err := b.Link(l.images); err != nil {
 			return err
 		}
-		t.start()
+		if err := t.start(); err != nil {
+			return err
+		}
 		if err := b.Restore(ctx, true); err != nil {
 			return err
 		}
@@ -199,8 +209,12 @@ func (l *lane) criuLocal(ctx context.Context, t *trial) error {
 // peer makes a system of one of others.
 func (l *lane) peer(name string, p peer) system {
 	return system{name, "cold", false, func(ctx context.Context, t *trial) (err error) {
-		ip, remove, err := p.Trial(ctx, t.start)
-		if err != nil {
+		var unready error
+		ip, remove, err := p.Trial(ctx, func() { unready = t.start() })
+		if err = errors.Join(err, unready); err != nil {
+			if remove != nil {
+				err = errors.Join(err, remove(context.WithoutCancel(ctx)))
+			}
 			return err
 		}
 		defer func() { err = errors.Join(err, remove(context.WithoutCancel(ctx))) }()
