@@ -193,7 +193,7 @@ func (p *Pager) readAhead(blob int32, chunk int) {
 	st := p.stores[blob]
 	var list []uint32
 	for _, c := range p.loop.predict[blob].Touch(chunk, len(st.blob.Chunks)) {
-		if !st.present(c) {
+		if !st.present(c) && p.loop.asked.add(blob, c) {
 			list = append(list, uint32(c))
 		}
 	}

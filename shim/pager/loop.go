@@ -25,6 +25,7 @@ type loop struct {
 	restless map[*space]bool
 	failed   error                 // what cannot be returned
 	predict  []readahead.Predictor // by blob
+	asked    chunkSet              // ahead of a fault
 	ahead    ahead
 	waits    map[Chunk]*wait
 	events   uffd.Buffer

@@ -198,7 +198,7 @@ func New(cfg Config) (*Pager, error) {
 		p.total += n
 	}
 	p.missing.Store(int64(p.total))
-	p.rec.init(cfg.Index)
+	p.rec.seen, p.loop.asked = newChunkSet(cfg.Index), newChunkSet(cfg.Index)
 	p.fetches.p = p
 	p.holding.p = p
 	p.loop.init(p)

@@ -17,23 +17,35 @@ const MaxRecorded = 1 << 16
 type record struct {
 	mu    sync.Mutex
 	order []Chunk
-	seen  [][]uint64 // a bit for each chunk of each blob; of the loop alone
+	seen  chunkSet // of the loop alone
 }
 
-func (r *record) init(x *pageindex.Index) {
-	r.seen = make([][]uint64, len(x.Blobs))
+// chunkSet has a bit for each chunk of each blob.
+type chunkSet [][]uint64
+
+func newChunkSet(x *pageindex.Index) chunkSet {
+	s := make(chunkSet, len(x.Blobs))
 	for i := range x.Blobs {
-		r.seen[i] = make([]uint64, (len(x.Blobs[i].Chunks)+63)/64)
+		s[i] = make([]uint64, (len(x.Blobs[i].Chunks)+63)/64)
 	}
+	return s
 }
 
-// touch tells whether it is the chunk's first one.
-func (r *record) touch(blob int32, chunk int) bool {
-	word, bit := &r.seen[blob][chunk/64], uint64(1)<<(chunk%64)
+// add tells whether a chunk was not in the set.
+func (s chunkSet) add(blob int32, chunk int) bool {
+	word, bit := &s[blob][chunk/64], uint64(1)<<(chunk%64)
 	if *word&bit != 0 {
 		return false
 	}
 	*word |= bit
+	return true
+}
+
+// touch tells whether it is the chunk's first one.
+func (r *record) touch(blob int32, chunk int) bool {
+	if !r.seen.add(blob, chunk) {
+		return false
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.order) < MaxRecorded {
