@@ -53,6 +53,9 @@ func (p *Pager) answer(s *space, page uint64) error {
 			}
 			lo = max(lo, page-min(page-lo, (at-st.blob.FirstPage(chunk))*pageSize))
 			hi = min(hi, page+(st.blob.FirstPage(chunk+1)-at)*pageSize)
+			if p.neighbour(seg, chunk+1) {
+				hi = min(seg.end, page+(st.blob.FirstPage(chunk+2)-at)*pageSize, hi+faultWindow)
+			}
 			n, err = p.copy(s, seg, lo, hi)
 		}
 		switch {
@@ -80,6 +83,19 @@ func (p *Pager) answer(s *space, page uint64) error {
 		}
 		// Filled up to something in front of the page; go on from there.
 	}
+}
+
+// neighbour tells whether a chunk, behind the one that was touched, is filled with it:
+// it was read ahead, and is there. Then it counts as touched.
+func (p *Pager) neighbour(seg segment, chunk int) bool {
+	st := p.stores[seg.blob]
+	if chunk >= len(st.blob.Chunks) || !p.loop.asked.has(seg.blob, chunk) || !st.present(chunk) {
+		return false
+	}
+	if p.rec.touch(seg.blob, chunk) {
+		p.readAhead(seg.blob, chunk)
+	}
+	return true
 }
 
 // single fills one page of a segment.

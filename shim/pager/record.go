@@ -31,6 +31,8 @@ func newChunkSet(x *pageindex.Index) chunkSet {
 	return s
 }
 
+func (s chunkSet) has(blob int32, chunk int) bool { return s[blob][chunk/64]>>(chunk%64)&1 == 1 }
+
 // add tells whether a chunk was not in the set.
 func (s chunkSet) add(blob int32, chunk int) bool {
 	word, bit := &s[blob][chunk/64], uint64(1)<<(chunk%64)

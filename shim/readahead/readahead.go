@@ -128,14 +128,26 @@ func (p *Predictor) find(chunk int) *walk {
 	if stride == 0 {
 		return nil
 	}
-	oldest := &p.walks[0]
-	for i := range p.walks {
-		if p.walks[i].used < oldest.used {
-			oldest = &p.walks[i]
+	// What goes along with it has made one step less so far.
+	for _, m := range p.touched {
+		if at := m - 1; m != 0 && at != chunk && abs(at+stride-chunk) < abs(stride) && at != chunk-stride && p.remembered(at-stride) {
+			p.begin(stride, at)
 		}
 	}
-	*oldest = walk{stride: stride, at: chunk, end: chunk + stride, window: firstWindow / 2, seen: firstWindow}
-	return oldest
+	return p.begin(stride, chunk)
+}
+
+// begin makes a walk, in the place of the one that was not followed for the longest
+// time.
+func (p *Predictor) begin(stride, at int) *walk {
+	w := &p.walks[0]
+	for i := range p.walks {
+		if p.walks[i].used < w.used {
+			w = &p.walks[i]
+		}
+	}
+	*w = walk{stride: stride, at: at, end: at + stride, window: firstWindow / 2, seen: firstWindow, used: p.clock}
+	return w
 }
 
 func (p *Predictor) remembered(chunk int) bool {

@@ -60,7 +60,7 @@ func TestWalks(t *testing.T) {
 		"backwards":   {every(5000, -1, 300), 3, 2 * maxWindow},
 		"stride":      {every(3, 50, 300), 3, 2 * maxWindow},
 		"interleaved": {interleaved, 6, 4 * maxWindow},
-		"pairs":       {pairs, 6, 4 * maxWindow},
+		"pairs":       {pairs, 5, 4 * maxWindow},
 		"short":       {every(3, 50, 3), 3, firstWindow},
 		"two":         {every(3, 50, 2), 2, 0},
 		"same":        {[]int{4, 4, 4}, 1, 0},
