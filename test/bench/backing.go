@@ -12,20 +12,19 @@ import (
 	"thaw.dev/thaw/snapshotter/pageindex"
 )
 
-// maxBacked bounds the memory that is touched before a trial, in bytes.
-const maxBacked = 4 << 30
+// backed is how much memory is touched before a trial, in bytes: more than a lazy restore takes up to its first reply. Far more
+// would have the host take it away again while the trial runs.
+const backed = 512 << 20
 
 // back touches free memory and gives it back. A virtual machine's host may take free memory away and provide it again only
 // when it is touched, which can take longer than everything else that a page fault does: a trial would measure when the trials before
 // it ended. Done before the time begins, for all systems alike.
-func back(mib int) error {
-	// As much as the page cache and the process take together.
-	n := min(2*mib<<20+512<<20, maxBacked)
-	memory, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+func back() error {
+	memory, err := unix.Mmap(-1, 0, backed, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
 		return fmt.Errorf("memory of the machine: %w", err)
 	}
-	for at := 0; at < n; at += pageindex.PageSize {
+	for at := 0; at < backed; at += pageindex.PageSize {
 		memory[at] = 1
 	}
 	return unix.Munmap(memory)

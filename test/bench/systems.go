@@ -25,7 +25,7 @@ type trial struct {
 
 // start begins the time; everything before it is preparation.
 func (t *trial) start() error {
-	if err := back(t.row.MemoryMiB); err != nil {
+	if err := back(); err != nil {
 		return err
 	}
 	t.traffic = t.registry.Traffic(nil)
