@@ -4,7 +4,6 @@ package shim
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -14,12 +13,7 @@ import (
 	"time"
 
 	taskapi "github.com/containerd/containerd/api/runtime/task/v3"
-	runcoptions "github.com/containerd/containerd/api/types/runc/options"
 	"github.com/containerd/log"
-	"github.com/containerd/typeurl/v2"
-	specs "github.com/opencontainers/runtime-spec/specs-go"
-	"golang.org/x/sync/errgroup"
-	"google.golang.org/protobuf/proto"
 
 	"thaw.dev/thaw/criu"
 	"thaw.dev/thaw/criu/criulog"
@@ -28,7 +22,6 @@ import (
 	"thaw.dev/thaw/shim/pager"
 	"thaw.dev/thaw/snapshotter/api"
 	"thaw.dev/thaw/snapshotter/keeper"
-	"thaw.dev/thaw/snapshotter/pageindex"
 	"thaw.dev/thaw/snapshotter/premount"
 	"thaw.dev/thaw/snapshotter/workingset"
 )
@@ -56,7 +49,9 @@ type restored struct {
 	service       *service
 	pod           string // namespace/name, of CRI containers
 
+	paged       chan struct{} // closed when there is a pager, or pagerErr is set
 	pager       *pager.Pager
+	pagerErr    error
 	fetcher     *fetcher
 	listener    *lazypages.Listener
 	keeper      *keeper.Client
@@ -68,7 +63,7 @@ type restored struct {
 	recording  recording // of report, and of close when that has ended
 	criuTraced bool      // as recording
 
-	stop    context.CancelFunc // ends serve and report
+	stop    context.CancelFunc // ends what runs
 	running sync.WaitGroup
 
 	failOnce  sync.Once
@@ -81,217 +76,8 @@ type restored struct {
 	closed    bool
 }
 
-// newRestored makes everything ready for `runc restore` that must be there
-// before it runs. It changes the bundle: the configuration names CRIU's options.
-func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTaskRequest, spec *specs.Spec, opts *runcoptions.Options, prepared *api.PrepareResponse) (_ *restored, err error) {
-	ctx, span := startSpan(ctx, "Ready")
-	defer span.End()
-	c := &restored{
-		id: r.ID, namespace: ns,
-		dir:      scratchDir(s.node.address, ns, r.ID),
-		prepared: prepared,
-		service:  s,
-		started:  time.Now(),
-	}
-	if spec.Process != nil {
-		c.oomScore = spec.Process.OOMScoreAdj
-	}
-	c.work, c.config = filepath.Join(c.dir, "work"), filepath.Join(c.dir, "criu.conf")
-	if name := spec.Annotations["io.kubernetes.cri.sandbox-name"]; name != "" {
-		c.pod = spec.Annotations["io.kubernetes.cri.sandbox-namespace"] + "/" + name
-	}
-	c.breakpoints = headstart.PrepareBreakpoints()
-	// What goes on after the request is no part of its trace.
-	run, stop := context.WithCancel(log.WithLogger(context.Background(), log.G(ctx)))
-	c.stop = stop
-	defer func() {
-		if err != nil {
-			c.close(ctx)
-		}
-	}()
-	if c.rootfs, err = rootfsOf(r.Bundle, spec); err != nil {
-		return nil, err
-	}
-	if c.cgroups, err = cgroupDirs(spec, opts.SystemdCgroup); err != nil {
-		return nil, err
-	}
-	// There is something only if a shim was killed and nobody cleaned up yet.
-	if err := removeScratch(c.dir); err != nil {
-		return nil, err
-	}
-	if err := os.MkdirAll(c.work, 0o700); err != nil {
-		return nil, err
-	}
-	c.filled = pager.Policy(prepared.Policy) == pager.Complete
-	opts = proto.Clone(opts).(*runcoptions.Options)
-	opts.CriuWorkPath = c.work
-	if r.Options, err = typeurl.MarshalAnyToProto(opts); err != nil {
-		return nil, err
-	}
-	var g errgroup.Group // the container waits: at the same time what can be
-	g.Go(func() error { return c.layOut(ctx, r.Bundle, spec) })
-	g.Go(c.listen)
-	if err := g.Wait(); err != nil {
-		return nil, err
-	}
-	c.running.Add(3)
-	go c.expect(run)
-	go c.serve(run)
-	go c.report(run)
-	return c, nil
-}
-
-// layOut makes what CRIU reads: its images as this container gets them, and its
-// options.
-func (c *restored) layOut(ctx context.Context, bundle string, spec *specs.Spec) error {
-	hostname, err := hostnameOf(spec)
-	if err != nil {
-		return err
-	}
-	plan, mounts := c.premount(ctx)
-	view := filepath.Join(c.dir, "images")
-	if err := makeView(view, c.prepared.ImagesDir, hostname, plan); err != nil {
-		return err
-	}
-	c.prepared.ImagesDir = view
-	options, err := criu.RestoreOptions{LazyPages: true, LogFile: criulog.Restore, Mounts: mounts, Verbosity: 4}.Encode()
-	if err != nil {
-		return err
-	}
-	if err := os.WriteFile(c.config, options, 0o600); err != nil {
-		return err
-	}
-	return annotate(bundle, c.config)
-}
-
-// listen makes the fault handler, and the socket on which CRIU finds it.
-func (c *restored) listen() (err error) {
-	who := keeper.Container{RestoreID: c.prepared.RestoreId, Cgroups: c.cgroups}
-	if c.keeper, err = keeper.Dial(keeperAddress(c.service.node.address), who); err != nil {
-		return err
-	}
-	if c.pager, err = c.newPager(); err != nil {
-		return err
-	}
-	c.listener, err = lazypages.Listen(c.work)
-	return err
-}
-
-// rootfsOf returns where runc finds a container's root filesystem.
-func rootfsOf(bundle string, spec *specs.Spec) (string, error) {
-	switch {
-	case spec.Root == nil || spec.Root.Path == "":
-		return "", errors.New("the container's spec names no root filesystem")
-	case filepath.IsAbs(spec.Root.Path):
-		return spec.Root.Path, nil
-	}
-	return filepath.Join(bundle, spec.Root.Path), nil
-}
-
-// scratchDir is the folder of one restore: CRIU's images as this container gets
-// them, CRIU's work directory and options. It is beside the images that restores
-// share, so that links to them are possible.
-func scratchDir(node, namespace, id string) string {
-	// No name in containerd has a tilde.
-	return filepath.Join(filepath.Dir(node), "container-"+namespace+"~"+id)
-}
-
-// mountsDir is where in it CRIU finds mounts that were made for it.
-const mountsDir = "mounts"
-
-// removeScratch removes the folder of a restore, with what is mounted in it.
-func removeScratch(dir string) error {
-	if err := premount.Remove(filepath.Join(dir, mountsDir)); err != nil {
-		return err
-	}
-	return os.RemoveAll(dir)
-}
-
-// premount makes the mounts that the daemon has planned, and returns the plan and
-// their paths; none, if that cannot be: CRIU can make them all.
-func (c *restored) premount(ctx context.Context) (*premount.Plan, map[string]string) {
-	dir := filepath.Join(c.dir, mountsDir)
-	if !criu.PlainPath(dir) {
-		return nil, nil
-	}
-	plan, err := premount.Read(c.prepared.ImagesDir)
-	if plan == nil && err == nil {
-		return nil, nil
-	}
-	var mounts map[string]string
-	if err == nil {
-		mounts, err = premount.Make(dir, plan)
-	}
-	if err != nil {
-		log.G(ctx).WithError(err).WithField("container", c.id).Warn("thaw: mounts are left to CRIU")
-		if err := premount.Remove(dir); err != nil {
-			log.G(ctx).WithError(err).Warn("thaw: remove mounts")
-		}
-		return nil, nil
-	}
-	return plan, mounts
-}
-
-// annotate names CRIU's configuration file in the bundle's configuration, of which
-// all else stays as containerd wrote it, whether this version of thaw knows it or
-// not. Whatever the pod or the image said there is replaced.
-func annotate(bundle, config string) error {
-	path := filepath.Join(bundle, specFile)
-	in, err := readBounded(path, maxSpec)
-	if err != nil {
-		return err
-	}
-	var spec map[string]json.RawMessage
-	if err := json.Unmarshal(in, &spec); err != nil {
-		return fmt.Errorf("%s: %w", path, err)
-	}
-	annotations := make(map[string]string)
-	if a := spec["annotations"]; a != nil {
-		if err := json.Unmarshal(a, &annotations); err != nil {
-			return fmt.Errorf("annotations in %s: %w", path, err)
-		}
-	}
-	annotations[criuConfigAnnotation] = config
-	if spec["annotations"], err = json.Marshal(annotations); err != nil {
-		return err
-	}
-	out, err := json.Marshal(spec)
-	if err != nil {
-		return err
-	}
-	if err := os.WriteFile(path+".new", out, 0o600); err != nil {
-		return err
-	}
-	return os.Rename(path+".new", path)
-}
-
-func (c *restored) newPager() (*pager.Pager, error) {
-	b, err := readBounded(c.prepared.PageIndex, pageindex.MaxEncodedSize)
-	if err != nil {
-		return nil, err
-	}
-	index, err := pageindex.Parse(b)
-	if err != nil {
-		return nil, err
-	}
-	stores := make([]pager.Store, len(c.prepared.Stores))
-	for i, s := range c.prepared.Stores {
-		stores[i] = pager.Store{Data: s.Data, Present: s.Present}
-	}
-	c.fetcher = &fetcher{c.service.node, c.prepared.RestoreId}
-	return pager.New(pager.Config{
-		Index:   index,
-		Stores:  stores,
-		Fetcher: c.fetcher,
-		Holder:  c.keeper,
-		Policy:  pager.Policy(c.prepared.Policy),
-		OnFatal: c.fail,
-	})
-}
-
 // serve takes what CRIU hands over until the restore is complete.
 func (c *restored) serve(ctx context.Context) {
-	defer c.running.Done()
 	err := c.listener.Serve(ctx, handler{c.pager, c.trace})
 	if err == nil || ctx.Err() != nil {
 		return
@@ -333,6 +119,9 @@ func (c *restored) kill() error {
 func (c *restored) start(ctx context.Context, upstream func(context.Context) (*taskapi.StartResponse, error)) (*taskapi.StartResponse, error) {
 	if err := c.admit(ctx); err != nil {
 		return nil, err
+	}
+	if <-c.paged; c.pagerErr != nil {
+		return nil, c.refuse(fmt.Errorf("prepare restore of %s: %w", c.prepared.Image, c.pagerErr))
 	}
 	resp, err := c.restore(ctx, upstream)
 	c.mu.Lock()
@@ -394,6 +183,11 @@ func (c *restored) admit(ctx context.Context) error {
 	if err == nil {
 		return nil
 	}
+	return c.refuse(err)
+}
+
+// refuse notes why the container will not run.
+func (c *restored) refuse(err error) error {
 	err = fmt.Errorf("thaw: %w", err)
 	c.mu.Lock()
 	c.failure = err
@@ -490,54 +284,4 @@ func (c *restored) close(ctx context.Context) {
 		log.G(ctx).WithError(err).Warn("thaw: remove the restore's folder")
 	}
 	c.service.release(ctx, c.prepared.RestoreId)
-}
-
-// report tells the daemon how the restore is doing, as long as that changes.
-func (c *restored) report(ctx context.Context) {
-	defer c.running.Done()
-	tick := time.NewTicker(reportInterval)
-	defer tick.Stop()
-	var last *api.Status
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		}
-		status := c.status()
-		if status.State != "restoring" {
-			c.traceCRIU()
-		}
-		c.record(ctx, status.State, false)
-		if last != nil && proto.Equal(last, status) {
-			continue
-		}
-		err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
-			_, err := n.Report(ctx, &api.ReportRequest{Status: status})
-			return err
-		})
-		if err != nil {
-			log.G(ctx).WithError(err).Debug("thaw: report")
-			continue
-		}
-		last = status
-	}
-}
-
-func (c *restored) status() *api.Status {
-	st := c.pager.Stats()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	s := &api.Status{
-		RestoreId: c.prepared.RestoreId, Namespace: c.namespace, ContainerId: c.id,
-		Image: c.prepared.Image, Pod: c.pod, State: st.State,
-		PagesTotal: st.PagesTotal, PagesPresent: st.PagesPresent,
-		Faults: st.Faults, RemoteFaults: st.RemoteFaults,
-		FaultWaitP50Ns: uint64(st.FaultWaitP50), FaultWaitP99Ns: uint64(st.FaultWaitP99),
-		StartedUnixNs: c.started.UnixNano(),
-	}
-	if c.failure != nil {
-		s.State, s.Reason = "failed", c.failure.Error()
-	}
-	return s
 }

@@ -47,7 +47,6 @@ func (r *recording) done(touched int, now time.Time) bool {
 // expect tells the fault handler what the container is expected to touch, when that
 // is known.
 func (c *restored) expect(ctx context.Context) {
-	defer c.running.Done()
 	var set *workingset.Set
 	err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
 		resp, err := n.Expected(ctx, &api.ExpectedRequest{RestoreId: c.prepared.RestoreId})

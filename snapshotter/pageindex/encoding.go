@@ -45,7 +45,6 @@ func (x *Index) Encode() ([]byte, error) {
 	out = binary.LittleEndian.AppendUint32(out, PageSize)
 	out = binary.LittleEndian.AppendUint32(out, uint32(len(x.Blobs)))
 	out = binary.LittleEndian.AppendUint32(out, uint32(len(x.Processes)))
-	var rec [chunkRecord]byte
 	for i := range x.Blobs {
 		b := &x.Blobs[i]
 		sum, err := hex.DecodeString(b.Digest.Encoded())
@@ -54,10 +53,7 @@ func (x *Index) Encode() ([]byte, error) {
 		}
 		out = append(out, sum...)
 		out = binary.LittleEndian.AppendUint32(out, uint32(len(b.Chunks)))
-		for _, c := range b.Chunks {
-			putChunk(rec[:], c)
-			out = append(out, rec[:]...)
-		}
+		out = append(out, recordsOf(b.Chunks)...)
 	}
 	for i := range x.Processes {
 		p := &x.Processes[i]
@@ -109,7 +105,8 @@ func (c *cursor) advance(r Run) {
 // Parse decodes and checks an index. What it returns keeps every promise of the
 // types' comments: no run overlaps another, leaves the address space or refers
 // to a page that no chunk holds. The input may be hostile: memory is taken only
-// in proportion to the input's length. Errors wrap ErrFormat.
+// in proportion to the input's length. The chunks of what it returns may lie in the input,
+// which must not be changed any more. Errors wrap ErrFormat.
 func Parse(in []byte) (*Index, error) {
 	if len(in) > MaxEncodedSize {
 		return nil, fmt.Errorf("%w: %d bytes are over the limit of %d", ErrFormat, len(in), MaxEncodedSize)
@@ -195,17 +192,11 @@ func (d *decoder) blob() (Blob, error) {
 	if n > uint64(len(d.in)/chunkRecord) {
 		return Blob{}, errShort
 	}
-	chunks := make([]Chunk, n)
-	for i := range chunks {
-		p, err := d.take(chunkRecord)
-		if err != nil {
-			return Blob{}, err
-		}
-		copy(chunks[i].SHA256[:], p)
-		chunks[i].Size = binary.LittleEndian.Uint32(p[sha256.Size:])
-		chunks[i].Pages = binary.LittleEndian.Uint32(p[sha256.Size+4:])
+	records, err := d.take(int(n) * chunkRecord)
+	if err != nil {
+		return Blob{}, err
 	}
-	return NewBlob(sum, chunks)
+	return NewBlob(sum, chunksOf(records))
 }
 
 func (d *decoder) process() (Process, error) {

@@ -21,7 +21,6 @@ package pageindex
 
 import (
 	"crypto/sha256"
-	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -85,6 +84,7 @@ type Blob struct {
 
 	offsets []int64  // of each chunk in the blob, in bytes; one more than chunks
 	pages   []uint64 // first page of each chunk; one more than chunks
+	key     string   // see Key, if it was computed
 }
 
 // Zero is the Run.Blob of pages that are all zero and stored nowhere.
@@ -197,22 +197,20 @@ func (b *Blob) ChunkOf(page uint64) int {
 // the same content byte for byte, whatever their image says about them, which
 // is why the node's page store may share one file between all that have it.
 func (b *Blob) Key() string {
+	if b.key != "" {
+		return b.key
+	}
 	h := sha256.New()
 	h.Write([]byte("thaw page store v1\x00"))
-	var rec [chunkRecord]byte
-	for _, c := range b.Chunks {
-		putChunk(rec[:], c)
-		h.Write(rec[:])
-	}
+	h.Write(recordsOf(b.Chunks))
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-const chunkRecord = sha256.Size + 8
-
-func putChunk(p []byte, c Chunk) {
-	copy(p, c.SHA256[:])
-	binary.LittleEndian.PutUint32(p[sha256.Size:], c.Size)
-	binary.LittleEndian.PutUint32(p[sha256.Size+4:], c.Pages)
+// ComputeKeys computes the keys of all blobs once, for those who ask for them later.
+func (x *Index) ComputeKeys() {
+	for i := range x.Blobs {
+		x.Blobs[i].key = x.Blobs[i].Key()
+	}
 }
 
 var (

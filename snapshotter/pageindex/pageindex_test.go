@@ -3,6 +3,7 @@
 package pageindex
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"reflect"
@@ -56,6 +57,31 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
+// TestRecords: a chunk's record has the layout of the specification, wherever in memory the index lies.
+func TestRecords(t *testing.T) {
+	enc, err := sample(t).Encode()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for shift := range 8 {
+		moved := append(make([]byte, shift, shift+len(enc)), enc...)[shift:]
+		x, err := Parse(moved)
+		if err != nil {
+			t.Fatal(err)
+		}
+		record := enc[headerSize+blobRecord:]
+		for i, c := range x.Blobs[0].Chunks {
+			if !bytes.Equal(c.SHA256[:], record[:32]) || c.Size != binary.LittleEndian.Uint32(record[32:]) || c.Pages != binary.LittleEndian.Uint32(record[36:]) {
+				t.Errorf("shifted by %d: chunk %d is %v, its record %x", shift, i, c, record[:40])
+			}
+			record = record[40:]
+		}
+		if again, err := x.Encode(); err != nil || !bytes.Equal(again, enc) {
+			t.Errorf("shifted by %d: not the same when encoded again (%v)", shift, err)
+		}
+	}
+}
+
 func TestPlaces(t *testing.T) {
 	x := sample(t)
 	b := &x.Blobs[0]
@@ -77,6 +103,7 @@ func TestPlaces(t *testing.T) {
 
 func TestKeyIsContent(t *testing.T) {
 	x := sample(t)
+	x.ComputeKeys()
 	same, _ := NewBlob(digest.FromString("other"), x.Blobs[0].Chunks)
 	if same.Key() != x.Blobs[0].Key() {
 		t.Error("the same chunks have two keys")
@@ -199,4 +226,26 @@ func FuzzParse(f *testing.F) {
 			t.Fatalf("second round differs: %v", err)
 		}
 	})
+}
+
+// BenchmarkParse parses the index of 2 GiB.
+func BenchmarkParse(b *testing.B) {
+	chunks := make([]Chunk, 2<<30/(32*PageSize))
+	for i := range chunks {
+		chunks[i].Size, chunks[i].Pages = 32*PageSize, 32
+	}
+	blob, err := NewBlob(digest.FromString("b"), chunks)
+	if err != nil {
+		b.Fatal(err)
+	}
+	x := Index{Blobs: []Blob{blob}, Processes: []Process{{PID: 1, Runs: []Run{{Start: 1 << 30, Pages: blob.Pages()}}}}}
+	enc, err := x.Encode()
+	if err != nil {
+		b.Fatal(err)
+	}
+	for b.Loop() {
+		if _, err := Parse(enc); err != nil {
+			b.Fatal(err)
+		}
+	}
 }

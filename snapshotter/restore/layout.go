@@ -272,40 +272,17 @@ func (s *layouts) lay(ctx context.Context, repo *registry.Repository, desc v1.De
 			err = errors.Join(err, os.RemoveAll(tmp))
 		}
 	}()
-	var (
-		state         *os.File
-		config, index []byte
-	)
-	g, gctx := errgroup.WithContext(ctx)
-	g.Go(func() (err error) {
-		config, err = s.meta.bytes(gctx, repo, img.Config, false, checkpoint.MaxConfigSize)
-		return err
-	})
-	g.Go(func() (err error) {
-		index, err = s.meta.bytes(gctx, repo, img.PageIndex, false, s.limits.MaxPageIndex)
-		return err
-	})
-	g.Go(func() (err error) {
-		state, err = s.meta.file(gctx, repo, img.State)
-		return err
-	})
-	err = g.Wait()
-	if state != nil {
-		defer state.Close()
-	}
-	if err != nil {
+	// The index of a large memory is large: it is read while the state is unpacked.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var index errgroup.Group
+	index.Go(func() error { return s.layIndex(ctx, repo, img, l, tmp) })
+	if err := s.layState(ctx, repo, img, l, tmp); err != nil {
+		cancel()
+		_ = index.Wait() // cancelled
 		return err
 	}
-	if l.config, err = checkpoint.ParseConfig(config); err != nil {
-		return err
-	}
-	if l.index, err = pageindex.Parse(index); err != nil {
-		return fmt.Errorf("%w: %w", checkpoint.ErrFormat, err)
-	}
-	if err := s.check(l, img); err != nil {
-		return err
-	}
-	if err := s.write(ctx, tmp, state, config, index); err != nil {
+	if err := index.Wait(); err != nil {
 		return err
 	}
 	if err := checkPages(l.index, filepath.Join(tmp, criuDir)); err != nil {
@@ -324,10 +301,14 @@ func (s *layouts) lay(ctx context.Context, repo *registry.Repository, desc v1.De
 	return nil
 }
 
-// check refuses, before anything is unpacked, what this node cannot restore.
-func (s *layouts) check(l *layout, img *checkpoint.Image) error {
-	if err := checkHost(l.config); err != nil {
+// layIndex lays out the page index, and refuses what this node cannot restore.
+func (s *layouts) layIndex(ctx context.Context, repo *registry.Repository, img *checkpoint.Image, l *layout, dir string) error {
+	p, err := s.meta.bytes(ctx, repo, img.PageIndex, false, s.limits.MaxPageIndex)
+	if err != nil {
 		return err
+	}
+	if l.index, err = pageindex.Parse(p); err != nil {
+		return fmt.Errorf("%w: %w", checkpoint.ErrFormat, err)
 	}
 	if err := checkBlobs(l.index, img); err != nil {
 		return err
@@ -335,10 +316,43 @@ func (s *layouts) check(l *layout, img *checkpoint.Image) error {
 	if n := totalPages(l.index); n > uint64(s.limits.MaxMemory)/pageindex.PageSize {
 		return fmt.Errorf("the checkpoint has %d bytes of memory, limits.max_memory allows %d: %w", n*pageindex.PageSize, s.limits.MaxMemory, errdefs.ErrResourceExhausted)
 	}
+	l.index.ComputeKeys()
+	if err := os.WriteFile(filepath.Join(dir, indexFile), p, 0o600); err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
 	return nil
 }
 
-func (s *layouts) write(ctx context.Context, dir string, state io.Reader, config, index []byte) error {
+// layState lays out all but the page index. It refuses, before anything is unpacked, what this node cannot restore.
+func (s *layouts) layState(ctx context.Context, repo *registry.Repository, img *checkpoint.Image, l *layout, dir string) error {
+	var state *os.File
+	var config []byte
+	g, gctx := errgroup.WithContext(ctx)
+	g.Go(func() (err error) {
+		config, err = s.meta.bytes(gctx, repo, img.Config, false, checkpoint.MaxConfigSize)
+		return err
+	})
+	g.Go(func() (err error) {
+		state, err = s.meta.file(gctx, repo, img.State)
+		return err
+	})
+	err := g.Wait()
+	if state != nil {
+		defer state.Close()
+	}
+	if err != nil {
+		return err
+	}
+	if l.config, err = checkpoint.ParseConfig(config); err != nil {
+		return err
+	}
+	if err := checkHost(l.config); err != nil {
+		return err
+	}
+	return s.unpack(ctx, dir, state, config)
+}
+
+func (s *layouts) unpack(ctx context.Context, dir string, state io.Reader, config []byte) error {
 	_, span := startSpan(ctx, "Unpack")
 	defer span.End()
 	root, err := os.OpenRoot(dir)
@@ -361,9 +375,6 @@ func (s *layouts) write(ctx context.Context, dir string, state io.Reader, config
 		}
 	}
 	if err := root.WriteFile(configFile, config, 0o600); err != nil {
-		return fmt.Errorf("checkpoint images: %w", err)
-	}
-	if err := root.WriteFile(indexFile, index, 0o600); err != nil {
 		return fmt.Errorf("checkpoint images: %w", err)
 	}
 	return nil

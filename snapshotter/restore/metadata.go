@@ -61,7 +61,9 @@ func (m *metadata) bytes(ctx context.Context, repo *registry.Repository, desc v1
 	defer span.End()
 	if f, err := m.open(desc); err == nil {
 		defer f.Close()
-		return io.ReadAll(io.LimitReader(f, desc.Size))
+		p := make([]byte, desc.Size)
+		_, err := io.ReadFull(f, p)
+		return p, err
 	}
 	span.AddEvent("not cached")
 	get := repo.Blob

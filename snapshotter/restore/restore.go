@@ -28,6 +28,7 @@ import (
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"go.opentelemetry.io/otel/trace"
+	"golang.org/x/sync/errgroup"
 	"google.golang.org/protobuf/proto"
 
 	"thaw.dev/thaw/criu/image"
@@ -171,7 +172,10 @@ func (m *Manager) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.Pr
 	if w.sandbox {
 		return &api.PrepareResponse{}, nil
 	}
+	var able errgroup.Group
+	able.Go(func() error { return m.checkCRIU(ctx) }) // which it must be only if there is something to restore
 	manifest, err := m.resolve(ctx, req, &w)
+	unable := able.Wait()
 	if errors.Is(err, checkpoint.ErrNoCheckpoint) && !w.required {
 		log.G(ctx).WithError(err).Debug("no restore")
 		return &api.PrepareResponse{Image: w.image}, nil
@@ -179,7 +183,10 @@ func (m *Manager) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.Pr
 	if err != nil {
 		return nil, err
 	}
-	r, err := m.prepare(ctx, req, spec, &w, manifest)
+	var r *restored
+	if err = unable; err == nil {
+		r, err = m.prepare(ctx, req, spec, &w, manifest)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("restore of %s: %w", w.image, classed(err))
 	}
@@ -231,9 +238,6 @@ func (m *Manager) resolve(ctx context.Context, req *api.PrepareRequest, w *wish)
 // prepare makes a restore. Everything that it takes is given back on error.
 func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *specs.Spec, w *wish, manifest v1.Descriptor) (_ *restored, err error) {
 	if err := checkPIDNamespace(spec); err != nil {
-		return nil, err
-	}
-	if err := m.checkCRIU(ctx); err != nil {
 		return nil, err
 	}
 	r := &restored{ready: make(chan struct{}), expects: &expectation{done: make(chan struct{})}, record: record{
