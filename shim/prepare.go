@@ -51,6 +51,7 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		c.pod = spec.Annotations["io.kubernetes.cri.sandbox-namespace"] + "/" + name
 	}
 	c.breakpoints = headstart.PrepareBreakpoints()
+	c.collect = s.collector.pause()
 	// What goes on after the request is no part of its trace.
 	run, stop := context.WithCancel(log.WithLogger(context.Background(), log.G(ctx)))
 	c.stop = stop

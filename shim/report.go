@@ -25,6 +25,7 @@ func (c *restored) report(ctx context.Context) {
 		}
 		status := c.status()
 		if status.State != "restoring" {
+			c.collect() // the first faults, which somebody waits for, are over
 			c.traceCRIU()
 		}
 		c.record(ctx, status.State, false)

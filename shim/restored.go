@@ -56,6 +56,7 @@ type restored struct {
 	listener    *lazypages.Listener
 	keeper      *keeper.Client
 	breakpoints *headstart.Breakpoints // until the restore is over
+	collect     func()                 // lets garbage be collected again
 	cgroups     []string               // where the kernel lists the container's processes
 	oomScore    *int                   // what the spec says
 	started     time.Time
@@ -260,6 +261,7 @@ func (c *restored) close(ctx context.Context) {
 	c.stop()
 	c.running.Wait()
 	_ = c.breakpoints.Close() // if it was never started
+	c.collect()
 	if c.listener != nil {
 		if err := c.listener.Close(); err != nil {
 			log.G(ctx).WithError(err).Warn("thaw: close lazy-pages socket")

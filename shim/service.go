@@ -105,6 +105,7 @@ type service struct {
 	taskapi.TTRPCTaskService // runc's; what is not decorated goes there
 	node                     *node
 	accounting               accounting
+	collector                collector
 
 	mu       sync.Mutex
 	restored map[string]*restored // by container ID; guarded by mu

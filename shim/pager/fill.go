@@ -159,7 +159,7 @@ func (p *Pager) copy(s *space, seg segment, lo, hi uint64) (int, error) {
 	}
 	p.ioctls.Add(1)
 	st, page := p.stores[seg.blob], seg.from(lo).page
-	n, err := s.fd.Copy(lo, st.at(page), hi-lo)
+	n, err := s.fd.Copy(lo, st.at(page, (hi-lo)/pageSize), hi-lo)
 	if n > 0 {
 		p.copied.Add(uint64(n) / pageSize)
 		st.used(page, uint64(n)/pageSize)

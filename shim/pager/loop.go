@@ -66,6 +66,8 @@ const (
 	// does not tell when a change of mappings is over; it is as soon as the thread
 	// that made it runs again.
 	maxSpins = 64
+	// slice is the shortest that the kernel takes.
+	slice = 100 * time.Microsecond
 	// minSweep is the least number of address spaces at which dead ones are looked
 	// for without being asked.
 	minSweep = 16
@@ -81,6 +83,7 @@ func (l *loop) init(p *Pager) {
 
 // run serves until it fails or is told to end.
 func (p *Pager) run() {
+	defer shortenSlice()()
 	err := p.serve()
 	if err == errClosing {
 		close(p.done)
@@ -94,6 +97,26 @@ func (p *Pager) run() {
 	p.cancel()
 	if p.cfg.OnFatal != nil {
 		p.cfg.OnFatal(err)
+	}
+}
+
+// shortenSlice gives the calling goroutine a thread of its own with the shortest time slice. Threads that wait for a page
+// wait for it, and its work is short: so it takes the processor from those with longer slices (EEVDF, since Linux 6.12; earlier
+// kernels ignore it). What fails costs time only. restore gives the thread back as it was: if it ended, so would all
+// processes that were started from it with a parent death signal.
+func shortenSlice() (restore func()) {
+	runtime.LockOSThread()
+	const thisThread = 0
+	before, err := unix.SchedGetAttr(thisThread, 0)
+	if err != nil || before.Policy != unix.SCHED_NORMAL {
+		return runtime.UnlockOSThread
+	}
+	short := *before
+	short.Runtime = uint64(slice)
+	_ = unix.SchedSetAttr(thisThread, &short, 0)
+	return func() {
+		_ = unix.SchedSetAttr(thisThread, before, 0)
+		runtime.UnlockOSThread()
 	}
 }
 

@@ -69,7 +69,7 @@ func (p *Predictor) Touch(chunk, n int) []int {
 	if w.asked() > w.window/2 || w.seen < w.window/2 {
 		return nil
 	}
-	w.window = min(2*w.window, maxWindow)
+	w.window = min(4*w.window, maxWindow)
 	want := w.asked() + w.window
 	var ahead []int
 	for i := range p.walks {
@@ -146,7 +146,7 @@ func (p *Predictor) begin(stride, at int) *walk {
 			w = &p.walks[i]
 		}
 	}
-	*w = walk{stride: stride, at: at, end: at + stride, window: firstWindow / 2, seen: firstWindow, used: p.clock}
+	*w = walk{stride: stride, at: at, end: at + stride, window: firstWindow / 4, seen: firstWindow, used: p.clock}
 	return w
 }
 
