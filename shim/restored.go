@@ -241,6 +241,9 @@ func (c *restored) cgroup() any {
 
 // complete fills all of the container's memory and ends its laziness.
 func (c *restored) complete(ctx context.Context) error {
+	if <-c.paged; c.pagerErr != nil {
+		return c.pagerErr
+	}
 	c.mu.Lock()
 	c.filled = true
 	c.mu.Unlock()
