@@ -30,6 +30,16 @@ import (
 	"thaw.dev/thaw/snapshotter/premount"
 )
 
+const (
+	// criuConfigAnnotation names the configuration file that runc hands to CRIU.
+	// CRIU reads it after the options that runc itself sets.
+	criuConfigAnnotation = "org.criu.config"
+
+	// smallMemory is how much memory, in pages (64 GiB), has a page index that is far smaller than what the shim may take
+	// without collecting garbage. Near that limit it would do nothing else.
+	smallMemory = 64 << 30 / pageindex.PageSize
+)
+
 // newRestored makes everything ready for `runc restore` that must be there
 // before it runs. It changes the bundle: the configuration names CRIU's options.
 func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTaskRequest, spec *specs.Spec, opts *runcoptions.Options, prepared *api.PrepareResponse) (_ *restored, err error) {
@@ -51,7 +61,10 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		c.pod = spec.Annotations["io.kubernetes.cri.sandbox-namespace"] + "/" + name
 	}
 	c.breakpoints = headstart.PrepareBreakpoints()
-	c.collect = s.collector.pause()
+	c.collect = func() {}
+	if prepared.PagesTotal <= smallMemory {
+		c.collect = s.collector.pause()
+	}
 	// What goes on after the request is no part of its trace.
 	run, stop := context.WithCancel(log.WithLogger(context.Background(), log.G(ctx)))
 	c.stop = stop
@@ -239,11 +252,10 @@ func (c *restored) newPager() (*pager.Pager, error) {
 	for i, s := range c.prepared.Stores {
 		stores[i] = pager.Store{Data: s.Data, Present: s.Present}
 	}
-	c.fetcher = &fetcher{c.service.node, c.prepared.RestoreId}
 	return pager.New(pager.Config{
 		Index:   index,
 		Stores:  stores,
-		Fetcher: c.fetcher,
+		Fetcher: &fetcher{c.service.node, c.prepared.RestoreId},
 		Holder:  c.keeper,
 		Policy:  pager.Policy(c.prepared.Policy),
 		OnFatal: c.fail,

@@ -12,6 +12,9 @@ import (
 	"thaw.dev/thaw/snapshotter/api"
 )
 
+// reportInterval is how often a restore that makes progress tells the daemon.
+const reportInterval = time.Second
+
 // report tells the daemon how the restore is doing, as long as that changes.
 func (c *restored) report(ctx context.Context) {
 	tick := time.NewTicker(reportInterval)

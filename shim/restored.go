@@ -26,17 +26,8 @@ import (
 	"thaw.dev/thaw/snapshotter/workingset"
 )
 
-const (
-	// criuConfigAnnotation names the configuration file that runc hands to CRIU.
-	// CRIU reads it after the options that runc itself sets.
-	criuConfigAnnotation = "org.criu.config"
-
-	// reportInterval is how often a restore that makes progress tells the daemon.
-	reportInterval = time.Second
-
-	// releaseTimeout bounds how long the end of a container waits for the daemon.
-	releaseTimeout = 10 * time.Second
-)
+// releaseTimeout bounds how long the end of a container waits for the daemon.
+const releaseTimeout = 10 * time.Second
 
 // restored is one container that is, or is about to be, restored.
 type restored struct {
@@ -52,7 +43,6 @@ type restored struct {
 	paged       chan struct{} // closed when there is a pager, or pagerErr is set
 	pager       *pager.Pager
 	pagerErr    error
-	fetcher     *fetcher
 	listener    *lazypages.Listener
 	keeper      *keeper.Client
 	breakpoints *headstart.Breakpoints // until the restore is over

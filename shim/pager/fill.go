@@ -12,13 +12,13 @@ import (
 
 // How much is filled around a fault. All are powers of two.
 const (
-	// faultWindow: copying 64 KiB costs a fraction of one more round trip through
-	// the scheduler, and the kernel maps as much of a file around a fault.
+	// faultWindow: neighbours are mostly touched too, and for each there would be one more round trip through
+	// the scheduler. The kernel maps half as much of a file around a fault.
 	faultWindow = 128 << 10
 	// zeroWindow: mapping the zero page costs about 0.1 µs a page and no memory.
 	zeroWindow = 256 << 10
 	// fillWindow and fillZeroWindow bound how long a fault waits for the
-	// background filling: about 100 µs.
+	// background filling: 100 to 200 µs.
 	fillWindow     = 256 << 10
 	fillZeroWindow = 4 << 20
 )

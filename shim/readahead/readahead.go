@@ -29,6 +29,8 @@ const (
 	// is full of short walks by chance: the first window is all that these cost.
 	firstWindow = 4
 	maxWindow   = 64
+	// growth is how much larger each window of a walk is than the one before. It divides firstWindow.
+	growth = 4
 )
 
 // Predictor predicts the touches of one blob. The zero value is ready for use. It
@@ -69,7 +71,7 @@ func (p *Predictor) Touch(chunk, n int) []int {
 	if w.asked() > w.window/2 || w.seen < w.window/2 {
 		return nil
 	}
-	w.window = min(4*w.window, maxWindow)
+	w.window = min(growth*w.window, maxWindow)
 	want := w.asked() + w.window
 	var ahead []int
 	for i := range p.walks {
@@ -146,7 +148,7 @@ func (p *Predictor) begin(stride, at int) *walk {
 			w = &p.walks[i]
 		}
 	}
-	*w = walk{stride: stride, at: at, end: at + stride, window: firstWindow / 4, seen: firstWindow, used: p.clock}
+	*w = walk{stride: stride, at: at, end: at + stride, window: firstWindow / growth, seen: firstWindow, used: p.clock}
 	return w
 }
 
