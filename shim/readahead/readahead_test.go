@@ -112,3 +112,18 @@ func TestWithinTheBlob(t *testing.T) {
 		}
 	}
 }
+
+// TestWindowsGrow: a long walk is asked for in few pieces, each of which costs a request.
+func TestWindowsGrow(t *testing.T) {
+	const length, most = 300, 12
+	var p Predictor
+	asks := 0
+	for _, c := range every(0, 1, length) {
+		if len(p.Touch(c, length)) > 0 {
+			asks++
+		}
+	}
+	if asks == 0 || asks > most {
+		t.Errorf("%d pieces for %d chunks, want 1 to %d", asks, length, most)
+	}
+}
