@@ -12,8 +12,9 @@ import (
 
 // How much is filled around a fault. All are powers of two.
 const (
-	// faultWindow: neighbours are mostly touched too, and for each there would be one more round trip through
-	// the scheduler. The kernel maps half as much of a file around a fault.
+	// faultWindow is filled at the second fault in it, the first one gets its page alone: who touches two pages will mostly touch
+	// more, and for each there would be one more round trip through the scheduler. Who touches one has not waited for the
+	// others. The kernel maps half as much of a file around a fault.
 	faultWindow = 128 << 10
 	// zeroWindow: mapping the zero page costs about 0.1 µs a page and no memory.
 	zeroWindow = 256 << 10
@@ -53,8 +54,11 @@ func (p *Pager) answer(s *space, page uint64) error {
 			}
 			lo = max(lo, page-min(page-lo, (at-st.blob.FirstPage(chunk))*pageSize))
 			hi = min(hi, page+(st.blob.FirstPage(chunk+1)-at)*pageSize)
-			if p.neighbour(seg, chunk+1) {
+			switch {
+			case p.neighbour(seg, chunk+1):
 				hi = min(seg.end, page+(st.blob.FirstPage(chunk+2)-at)*pageSize, hi+faultWindow)
+			case !s.touches.around(page) && !p.loop.asked.has(seg.blob, chunk):
+				lo, hi = page, page+pageSize
 			}
 			n, err = p.copy(s, seg, lo, hi)
 		}

@@ -367,6 +367,9 @@ func (p *Pager) landChunk(c Chunk, demand bool, failure error) error {
 		delete(l.waits, c)
 		return nil
 	}
+	for _, f := range w.faults {
+		f.touches.add(f.page / faultWindow) // who waited so long shall not come again soon
+	}
 	l.round = append(l.round, w.faults...)
 	delete(l.waits, c)
 	return nil

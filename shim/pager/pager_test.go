@@ -802,12 +802,54 @@ func TestIdle(t *testing.T) {
 	}
 }
 
+// TestAroundFaults: a page that is touched alone is filled alone, and with the second one in a window all of it.
+func TestAroundFaults(t *testing.T) {
+	const pages, window = 8192, faultWindow / pageSize
+	cp := makeCheckpoint(t, pages, window, false, 1)
+	cp.putAll(t)
+	copied := func(apart int) (copied, touched uint64) {
+		v := startVictim(t, pages, "latency", 1, apart)
+		p := startPager(t, cp, slow{cp, 0}, Lazy, nil, v)
+		v.run(time.Minute)
+		fmt.Sscan(v.stdout.String(), &touched)
+		return p.Stats().CopiedPages, touched
+	}
+	if copied, touched := copied(2 * window); copied != touched {
+		t.Errorf("%d pages copied for %d that are far apart", copied, touched)
+	}
+	if copied, touched := copied(window / 2); copied <= touched {
+		t.Errorf("%d pages copied for %d in pairs", copied, touched)
+	}
+}
+
+func TestTouches(t *testing.T) {
+	var touched touches
+	const window = faultWindow
+	for i, c := range []struct {
+		page uint64
+		want bool
+	}{
+		{10 * window, false},
+		{10*window + pageSize, true},
+		{11 * window, true}, // a walk
+		{13 * window, false},
+		{(13 + uint64(len(touched))) * window, false},
+		{13*window + pageSize, false}, // forgotten
+		{0, false},
+		{pageSize, true},
+	} {
+		if got := touched.around(c.page); got != c.want {
+			t.Errorf("%d: fault at %#x: %v, want %v", i, c.page, got, c.want)
+		}
+	}
+}
+
 func BenchmarkFault(b *testing.B) {
 	const pages = 65536
 	cp := makeCheckpoint(b, pages, 64, false, 1)
 	cp.putAll(b)
 	for b.Loop() {
-		v := startVictim(b, pages, "latency", 1, 0)
+		v := startVictim(b, pages, "latency", 1, 16)
 		p := startPager(b, cp, slow{cp, 0}, Lazy, nil, v)
 		v.run(time.Minute)
 		var n, p50, p99 float64

@@ -23,6 +23,8 @@ type space struct {
 
 	// pending are the faults that were read and not answered yet, by page.
 	pending map[uint64]waiting
+	// touches are the places of the last faults.
+	touches touches
 	// recent are the changes since the space was last seen quiet.
 	recent epoch
 	// young are children that are not followed yet, see epoch. For them, parent is
@@ -33,6 +35,23 @@ type space struct {
 	// cursor is where the background filling has got to.
 	cursor uint64
 }
+
+// touches remembers fault windows, by number, each in the one place that it can have.
+type touches [32]uint64
+
+// around tells whether a page's window is remembered, and remembers it. A walk comes to the next one in the same manner.
+func (t *touches) around(page uint64) bool {
+	window := page / faultWindow
+	known := t.has(window)
+	t.add(window)
+	if known {
+		t.add(window + 1)
+	}
+	return known
+}
+
+func (t *touches) add(window uint64)      { t[window%uint64(len(t))] = window + 1 }
+func (t *touches) has(window uint64) bool { return t[window%uint64(len(t))] == window+1 }
 
 // waiting are the threads that wait for a page.
 type waiting struct {

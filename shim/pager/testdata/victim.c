@@ -135,21 +135,21 @@ static void scenario_threads(void)
 	scenario_read();
 }
 
-// Time of single faults, printed in nanoseconds: median and 99th percentile.
 static int by_value(const void *a, const void *b)
 {
 	uint64_t x = *(uint64_t *)a, y = *(uint64_t *)b;
 	return x < y ? -1 : x > y;
 }
 
+// Touches a page in steps, in an order without neighbours, and prints how often it waited and for how many nanoseconds: median
+// and 99th percentile.
 static void scenario_latency(void)
 {
-	enum { STRIDE = 16 };
-	uint64_t n = pages / STRIDE, *took = calloc(n, sizeof(*took)), k = 0, state = seed;
+	uint64_t stride = steps, n = pages / stride, *took = calloc(n, sizeof(*took)), k = 0, state = seed;
 
 	for (uint64_t i = 0; i < n; i++) {
 		struct timespec a, b;
-		uint64_t p = (i * 7919 % n) * STRIDE;
+		uint64_t p = (i * 7919 % n) * stride;
 		volatile uint64_t *m = (uint64_t *)(base + p * PAGE);
 
 		(void)rnd(&state);
