@@ -9,33 +9,29 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"github.com/containerd/errdefs"
 	"github.com/containerd/log"
-	"golang.org/x/sys/unix"
 
 	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/pagestore/pagefile"
 )
 
 // Blob is one page blob in the store. It is used by as many as acquired it.
 type Blob struct {
+	files
 	store *Store
 	index pageindex.Blob
-	dir   string
-
-	data    *os.File
-	present []byte // the mapped bitmap
 
 	// Guarded by store.mu:
-	refs  int
-	wants map[int]*want
+	refs     int
+	wants    map[int]*want
+	detached bool // its folder has another blob, or nobody
 }
 
-// Acquire opens a blob's folder, which is made if there is none. Until the blob
-// is released, it is not evicted.
+// Acquire opens a blob's folder, which is made if there is none or if the one there
+// is cannot be trusted. Until the blob is released, it is not evicted.
 func (s *Store) Acquire(index *pageindex.Blob) (*Blob, error) {
 	key := index.Key()
 	s.mu.Lock()
@@ -45,28 +41,29 @@ func (s *Store) Acquire(index *pageindex.Blob) (*Blob, error) {
 	}
 	f := s.folders[key]
 	if f != nil && f.open != nil {
-		f.open.refs++
-		return f.open, nil
-	}
-	b := &Blob{store: s, index: *index, dir: filepath.Join(s.opts.Dir, key), refs: 1, wants: make(map[int]*want)}
-	if f != nil {
-		s.bytes.Add(-f.size)
-		delete(s.folders, key)
-	}
-	err := b.open()
-	if err != nil {
-		// Missing, damaged or of another boot: begin anew.
-		if gone, derr := s.discard(key); derr == nil || errors.Is(derr, os.ErrNotExist) {
-			if rerr := os.RemoveAll(gone); rerr != nil {
-				log.L.WithError(rerr).Warn("page store: stale folder not removed")
-			}
+		err := f.open.sound()
+		if err == nil {
+			err = f.open.inPlace()
 		}
-		if err = b.create(); err == nil {
-			err = b.open()
+		if err == nil {
+			f.open.refs++
+			return f.open, nil
 		}
+		if scarce(err) {
+			return nil, fmt.Errorf("page store: %w", err)
+		}
+		log.L.WithError(err).WithField("blob", index.Digest).Warn("page store: pages are fetched anew")
+		s.detach(f)
 	}
-	if err != nil {
+	b := &Blob{
+		files: files{dir: filepath.Join(s.opts.Dir, key), boot: s.boot, chunks: len(index.Chunks), size: int64(index.Pages()) * pageindex.PageSize},
+		store: s, index: *index, refs: 1, wants: make(map[int]*want),
+	}
+	if err := s.openFiles(b); err != nil {
 		return nil, fmt.Errorf("page store: %w", err)
+	}
+	if f := s.folders[key]; f != nil {
+		s.bytes.Add(-f.size)
 	}
 	f = &folder{key: key, used: time.Now(), open: b, size: b.presentBytes()}
 	s.folders[key] = f
@@ -74,106 +71,41 @@ func (s *Store) Acquire(index *pageindex.Blob) (*Blob, error) {
 	return b, nil
 }
 
+// openFiles opens a blob's folder, or makes it. What says nothing about the folder, such as
+// a lack of file descriptors, is an error and leaves it as it is. store.mu is held.
+func (s *Store) openFiles(b *Blob) error {
+	err := b.open()
+	if err == nil || scarce(err) {
+		return err
+	}
+	// Missing, damaged or of another boot: begin anew.
+	if gone, err := s.discard(b.key()); err == nil {
+		if err := os.RemoveAll(gone); err != nil {
+			log.L.WithError(err).Warn("page store: stale folder not removed")
+		}
+	}
+	for err = b.create(s.opts.Dir); full(err); err = b.create(s.opts.Dir) {
+		if !s.removeOldest() {
+			return s.noSpace(err)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	return b.open()
+}
+
+// detach makes room for another blob in the place of one that is in use. Those who use it go on
+// with its files, which have no name any more. store.mu is held.
+func (s *Store) detach(f *folder) {
+	f.open.detached = true
+	s.detached[f.open] = struct{}{}
+	delete(s.folders, f.key)
+	s.bytes.Add(-f.size)
+}
+
 // key is the name of the folder.
 func (b *Blob) key() string { return filepath.Base(b.dir) }
-
-func (b *Blob) dataSize() int64 { return int64(b.index.Pages()) * pageindex.PageSize }
-
-// bitmapSize is a whole number of pages so that the bitmap can be mapped and
-// changed in whole words.
-func (b *Blob) bitmapSize() int64 {
-	n := (int64(len(b.index.Chunks)) + 7) / 8
-	return max((n+pageindex.PageSize-1)/pageindex.PageSize, 1) * pageindex.PageSize
-}
-
-// create makes the folder, whole or not at all.
-func (b *Blob) create() error {
-	tmp, err := os.MkdirTemp(b.store.opts.Dir, tmpPrefix) // mode 0700
-	if err != nil {
-		return err
-	}
-	defer os.RemoveAll(tmp)
-	if err := createSized(filepath.Join(tmp, "data"), b.dataSize(), false); err != nil {
-		return err
-	}
-	if err := createSized(filepath.Join(tmp, "present"), b.bitmapSize(), true); err != nil {
-		return err
-	}
-	if err := os.WriteFile(filepath.Join(tmp, "boot"), b.store.boot, 0o600); err != nil {
-		return err
-	}
-	return os.Rename(tmp, b.dir)
-}
-
-func createSized(path string, size int64, allocate bool) (err error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, f.Close()) }()
-	if err := f.Truncate(size); err != nil || !allocate {
-		return err
-	}
-	// The bitmap is written through a mapping, where a full disk would be a
-	// fatal signal: it gets its blocks now.
-	if err := unix.Fallocate(int(f.Fd()), 0, 0, size); err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
-		return &os.PathError{Op: "fallocate", Path: path, Err: err}
-	}
-	return nil
-}
-
-var errStale = errors.New("stale or damaged")
-
-func (b *Blob) open() (err error) {
-	if !b.store.current(b.dir) {
-		return errStale
-	}
-	data, err := openSized(filepath.Join(b.dir, "data"), b.dataSize())
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			data.Close()
-		}
-	}()
-	bitmap, err := openSized(filepath.Join(b.dir, "present"), b.bitmapSize())
-	if err != nil {
-		return err
-	}
-	defer bitmap.Close()
-	b.present, err = unix.Mmap(int(bitmap.Fd()), 0, int(b.bitmapSize()), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	if err != nil {
-		return &os.PathError{Op: "mmap", Path: bitmap.Name(), Err: err}
-	}
-	b.data = data
-	return nil
-}
-
-func openSized(path string, size int64) (*os.File, error) {
-	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW, 0)
-	if err != nil {
-		return nil, err
-	}
-	info, err := f.Stat()
-	if err == nil && (info.Size() != size || !info.Mode().IsRegular()) {
-		err = errStale
-	}
-	if err != nil {
-		f.Close()
-		return nil, err
-	}
-	return f, nil
-}
-
-// close needs store.mu or that nobody else has the blob.
-func (b *Blob) close() {
-	if err := unix.Munmap(b.present); err != nil {
-		log.L.WithError(err).Warn("page store: bitmap not unmapped")
-	}
-	b.present = nil
-	b.data.Close()
-}
 
 // hold is another reference for as long as a call lasts: the blob may be
 // released by others meanwhile.
@@ -197,7 +129,7 @@ func (b *Blob) Release() {
 	b.store.mu.Lock()
 	b.drop()
 	b.store.mu.Unlock()
-	b.store.evict(0)
+	b.store.evict()
 }
 
 // drop gives a reference back; store.mu is held.
@@ -205,36 +137,21 @@ func (b *Blob) drop() {
 	if b.refs--; b.refs > 0 || b.store.closed {
 		return
 	}
+	// For the next who acquires it, who would not be told of an error of the disk.
+	err := b.sound()
+	b.close()
+	if b.detached {
+		delete(b.store.detached, b)
+		return
+	}
 	f := b.store.folders[b.key()]
 	f.open, f.used = nil, time.Now()
-	if err := os.Chtimes(filepath.Join(b.dir, "boot"), f.used, f.used); err != nil && !errors.Is(err, os.ErrNotExist) {
-		log.L.WithError(err).Warn("page store: time of use not recorded")
+	if err == nil {
+		err = os.Chtimes(filepath.Join(b.dir, pagefile.BootFile), f.used, f.used)
 	}
-	b.close()
-}
-
-// DataPath is the file with the pages; PresentPath is the bitmap.
-func (b *Blob) DataPath() string { return filepath.Join(b.dir, "data") }
-
-// PresentPath is the file with the bitmap.
-func (b *Blob) PresentPath() string { return filepath.Join(b.dir, "present") }
-
-// word returns the bitmap's word of a chunk and the chunk's bit in it. The file
-// is defined in bytes; on little-endian machines, the only ones thaw runs on,
-// words of four have the same bits.
-func (b *Blob) word(chunk int) (*uint32, uint32) {
-	return (*uint32)(unsafe.Pointer(&b.present[chunk/32*4])), 1 << (chunk % 32)
-}
-
-// Present reports whether a chunk is there.
-func (b *Blob) Present(chunk int) bool {
-	p, bit := b.word(chunk)
-	return atomic.LoadUint32(p)&bit != 0
-}
-
-func (b *Blob) setPresent(chunk int) {
-	p, bit := b.word(chunk)
-	atomic.OrUint32(p, bit)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		log.L.WithError(err).Warn("page store: blob is left")
+	}
 }
 
 // Missing returns how many chunks and compressed bytes are not there yet.

@@ -12,7 +12,9 @@
 // that refer to the same content share a folder. A bit is set only after the
 // chunk's pages were written; both are seen by every process that maps the files
 // at once. That holds for one boot only: what was written may not have reached
-// the disk when a machine goes down, so content of another boot is discarded.
+// the disk when a machine goes down, so content of another boot is discarded. So is a
+// folder of which it comes out that it was not kept (package pagefile) or that is gone: who
+// acquires the blob next gets a new one, and those who use the old one find out themselves.
 //
 // Each chunk is fetched once however many ask for it. Requests on which a
 // process waits overtake all others; a few for what will be touched soon run beside
@@ -20,7 +22,6 @@
 package pagestore
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -36,6 +37,8 @@ import (
 	"github.com/containerd/log"
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
+
+	"thaw.dev/thaw/snapshotter/pagestore/pagefile"
 )
 
 // formatVersion is the layout of a folder; content of another is discarded.
@@ -103,11 +106,14 @@ type Store struct {
 
 	chunks, requests, hits, shared, damaged, evictions, bytes atomic.Int64
 
-	mu      sync.Mutex
-	wake    *sync.Cond // workers wait for work
-	folders map[string]*folder
-	queue   scheduler
-	closed  bool
+	mu       sync.Mutex
+	wake     *sync.Cond // workers wait for work
+	folders  map[string]*folder
+	detached map[*Blob]struct{} // in use, but in no folder any more
+	queue    scheduler
+	closed   bool
+
+	discarded int // folders with temporary names so far
 }
 
 // folder is one blob's folder on disk.
@@ -131,9 +137,10 @@ func Open(ctx context.Context, opts Options) (_ *Store, err error) {
 		return nil, fmt.Errorf("page store: %w", err)
 	}
 	s := &Store{
-		opts:    opts,
-		boot:    []byte(formatVersion + " " + opts.bootID + "\n"),
-		folders: make(map[string]*folder),
+		opts:     opts,
+		boot:     []byte(formatVersion + " " + opts.bootID + "\n"),
+		folders:  make(map[string]*folder),
+		detached: make(map[*Blob]struct{}),
 	}
 	s.wake = sync.NewCond(&s.mu)
 	if s.lock, err = lockDir(opts.Dir); err != nil {
@@ -144,7 +151,7 @@ func Open(ctx context.Context, opts Options) (_ *Store, err error) {
 		return nil, err
 	}
 	s.ctx, s.cancel = context.WithCancel(context.WithoutCancel(ctx))
-	s.evict(0)
+	s.evict()
 	for range max(opts.Parallel, 1) {
 		s.wg.Go(s.work)
 	}
@@ -172,18 +179,25 @@ func (s *Store) scan(ctx context.Context) error {
 		return fmt.Errorf("page store: %w", err)
 	}
 	for _, e := range entries {
-		path := filepath.Join(s.opts.Dir, e.Name())
-		switch {
-		case !e.IsDir():
+		if !e.IsDir() {
 			continue
-		case strings.HasPrefix(e.Name(), tmpPrefix), !s.current(path):
+		}
+		path := filepath.Join(s.opts.Dir, e.Name())
+		err := errStale
+		if !strings.HasPrefix(e.Name(), tmpPrefix) {
+			err = current(path, s.boot)
+		}
+		if scarce(err) {
+			return fmt.Errorf("page store: %w", err)
+		}
+		if err != nil {
 			if err := os.RemoveAll(path); err != nil {
 				log.G(ctx).WithError(err).Warn("page store: stale folder not removed")
 			}
 			continue
 		}
 		f := &folder{key: e.Name()}
-		if info, err := os.Stat(filepath.Join(path, "boot")); err == nil {
+		if info, err := os.Stat(filepath.Join(path, pagefile.BootFile)); err == nil {
 			f.used = info.ModTime()
 		}
 		var st unix.Stat_t
@@ -194,12 +208,6 @@ func (s *Store) scan(ctx context.Context) error {
 		s.bytes.Add(f.size)
 	}
 	return nil
-}
-
-// current reports whether a folder was made in this boot by this version.
-func (s *Store) current(path string) bool {
-	p, err := os.ReadFile(filepath.Join(path, "boot"))
-	return err == nil && bytes.Equal(p, s.boot)
 }
 
 // Close ends all fetches, which fail, and releases the store. Blobs must not be
@@ -216,12 +224,15 @@ func (s *Store) Close() error {
 	s.queue.stop()
 	for _, f := range s.folders {
 		if f.open != nil {
-			for _, w := range f.open.wants {
-				w.finish(errClosed)
-			}
-			f.open.close()
+			s.detached[f.open] = struct{}{}
 			f.open = nil
 		}
+	}
+	for b := range s.detached {
+		for _, w := range b.wants {
+			w.finish(errClosed)
+		}
+		b.close()
 	}
 	return s.lock.Close()
 }
@@ -237,47 +248,64 @@ func (s *Store) Stats() Stats {
 	}
 }
 
-// evict removes unused blobs, longest unused first, until the store with want
-// more bytes is within its size. It reports whether anything was removed.
-func (s *Store) evict(want int64) bool {
-	removed := false
-	for s.bytes.Load()+want > s.opts.CacheSize {
-		s.mu.Lock()
-		var oldest *folder
-		for _, f := range s.folders {
-			if f.open == nil && (oldest == nil || f.used.Before(oldest.used)) {
-				oldest = f
-			}
-		}
-		if oldest == nil {
-			s.mu.Unlock()
-			return removed
-		}
-		// Renamed under the lock: a new folder of that name may be made at once.
-		gone, err := s.discard(oldest.key)
-		delete(s.folders, oldest.key)
-		s.bytes.Add(-oldest.size)
-		s.mu.Unlock()
-		if err == nil {
-			err = os.RemoveAll(gone)
-		}
-		if err != nil && !errors.Is(err, os.ErrNotExist) {
-			log.L.WithError(err).Warn("page store: blob not evicted")
-			continue
-		}
-		removed = true
-		s.evictions.Add(1)
+// evict removes unused blobs, longest unused first, until the store is within its
+// size.
+func (s *Store) evict() {
+	for s.bytes.Load() > s.opts.CacheSize && s.MakeRoom(s.Evictions()) {
 	}
-	return removed
+}
+
+// Evictions is how many blobs were removed so far; see MakeRoom.
+func (s *Store) Evictions() int64 { return s.evictions.Load() }
+
+// MakeRoom removes the blob that was not used for the longest time, for somebody who found the disk full. It returns false
+// if all are in use. Nothing is removed if something was since the caller asked for Evictions, which it does before it
+// writes: many who find the disk full at once shall not remove a blob each.
+func (s *Store) MakeRoom(evictions int64) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.evictions.Load() != evictions || s.removeOldest()
+}
+
+// removeOldest removes a blob for MakeRoom. store.mu is held until the blob's space is free: who waits for the
+// lock would be told that the disk is full.
+func (s *Store) removeOldest() bool {
+	var oldest *folder
+	for _, f := range s.folders {
+		if f.open == nil && (oldest == nil || f.used.Before(oldest.used)) {
+			oldest = f
+		}
+	}
+	if oldest == nil {
+		return false
+	}
+	gone, err := s.discard(oldest.key)
+	delete(s.folders, oldest.key)
+	s.bytes.Add(-oldest.size)
+	if err == nil {
+		err = os.RemoveAll(gone)
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		log.L.WithError(err).Warn("page store: blob not evicted")
+	}
+	s.evictions.Add(1)
+	return true
 }
 
 const tmpPrefix = ".tmp-"
 
-// discard moves a folder into a temporary one, which the caller removes.
+// discard gives a folder a temporary name, which takes no space, and returns that; the caller removes
+// it. store.mu is held.
 func (s *Store) discard(key string) (string, error) {
-	tmp, err := os.MkdirTemp(s.opts.Dir, tmpPrefix)
-	if err != nil {
-		return "", err
-	}
-	return tmp, os.Rename(filepath.Join(s.opts.Dir, key), filepath.Join(tmp, key))
+	s.discarded++
+	tmp := filepath.Join(s.opts.Dir, fmt.Sprintf("%s%d-%d", tmpPrefix, os.Getpid(), s.discarded))
+	return tmp, os.Rename(filepath.Join(s.opts.Dir, key), tmp)
+}
+
+// full reports whether an error says that there is no space on the disk.
+func full(err error) bool { return errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) }
+
+// noSpace is what to tell when everything was evicted and the disk is full nevertheless.
+func (s *Store) noSpace(err error) error {
+	return fmt.Errorf("the disk of %s is full and nothing is left to evict (free some space or lower limits.cache_size): %w: %w", s.opts.Dir, err, errdefs.ErrResourceExhausted)
 }

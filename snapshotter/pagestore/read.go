@@ -25,5 +25,9 @@ func (b *Blob) ReadPages(page uint64, p []byte) error {
 	if _, err := b.data.ReadAt(p, int64(page)*pageindex.PageSize); err != nil {
 		return fmt.Errorf("page store: %w", err)
 	}
+	// After the read: what it says holds for what was read.
+	if err := b.sound(); err != nil {
+		return fmt.Errorf("page store: %w: %w", err, errdefs.ErrDataLoss)
+	}
 	return nil
 }

@@ -3,14 +3,12 @@
 package pagestore
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"time"
 
 	"github.com/containerd/errdefs"
 	"github.com/containerd/log"
-	"golang.org/x/sys/unix"
 
 	"thaw.dev/thaw/snapshotter/pageblob"
 	"thaw.dev/thaw/snapshotter/pageindex"
@@ -34,9 +32,7 @@ func (s *Store) work() {
 		t.wants[0].blob.drop()
 		s.mu.Unlock()
 		s.wake.Broadcast()
-		if s.bytes.Load() > s.opts.CacheSize {
-			s.evict(0)
-		}
+		s.evict()
 	}
 }
 
@@ -129,14 +125,16 @@ func (s *Store) keep(w *want, frame []byte, host string, buf *buffers) error {
 	if err := b.write(pages, int64(b.index.FirstPage(w.chunk))*pageindex.PageSize); err != nil {
 		return err
 	}
-	b.setPresent(w.chunk)
-	s.chunks.Add(1)
-	s.bytes.Add(int64(len(pages)))
-	s.mu.Lock()
-	if f := s.folders[b.key()]; f != nil {
-		f.size += int64(len(pages))
+	if err := b.setPresent(w.chunk); err != nil {
+		return err
 	}
-	s.mu.Unlock()
+	s.chunks.Add(1)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if f := s.folders[b.key()]; f != nil && f.open == b {
+		f.size += int64(len(pages))
+		s.bytes.Add(int64(len(pages)))
+	}
 	return nil
 }
 
@@ -153,14 +151,22 @@ func (s *Store) again(w *want, frame []byte, avoid string) (host string, err err
 }
 
 // write puts pages into the data file. When the disk is full, it makes room by
-// evicting blobs that nobody uses.
+// evicting blobs that nobody uses, one after another.
 func (b *Blob) write(pages []byte, offset int64) error {
-	_, err := b.data.WriteAt(pages, offset)
-	if errors.Is(err, unix.ENOSPC) && b.store.evict(b.store.opts.CacheSize) {
-		_, err = b.data.WriteAt(pages, offset)
+	// A file that was cut short would grow again, with zeros in place of pages that count as present.
+	if err := b.sound(); err != nil {
+		return fmt.Errorf("page store: %w: %w", err, errdefs.ErrDataLoss)
 	}
-	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
-		return fmt.Errorf("page store %s: the disk is full (free some space or lower limits.cache_size): %w", b.store.opts.Dir, errdefs.ErrResourceExhausted)
+	for {
+		evictions := b.store.Evictions()
+		_, err := b.data.WriteAt(pages, offset)
+		switch {
+		case err == nil:
+			return nil
+		case !full(err):
+			return fmt.Errorf("page store: %w", err)
+		case !b.store.MakeRoom(evictions):
+			return fmt.Errorf("page store: %w", b.store.noSpace(err))
+		}
 	}
-	return err
 }
