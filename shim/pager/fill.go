@@ -161,8 +161,11 @@ func (p *Pager) copy(s *space, seg segment, lo, hi uint64) (int, error) {
 	if s.recent.doubt {
 		return 0, unix.EAGAIN
 	}
-	p.ioctls.Add(1)
 	st, page := p.stores[seg.blob], seg.from(lo).page
+	if err := st.sound(); err != nil {
+		return 0, fmt.Errorf("page store: %w", err)
+	}
+	p.ioctls.Add(1)
 	n, err := s.fd.Copy(lo, st.at(page, (hi-lo)/pageSize), hi-lo)
 	if n > 0 {
 		p.copied.Add(uint64(n) / pageSize)
@@ -187,7 +190,7 @@ func (p *Pager) outcome(s *space, err error) error {
 	case unix.ENOSPC:
 		return unix.ESRCH
 	case unix.EFAULT:
-		return fmt.Errorf("page store cannot be read (%w): check the disk of the cache folder", err)
+		return errUnreadable
 	}
 	return fmt.Errorf("filling memory: %w", err)
 }

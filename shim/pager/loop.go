@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"runtime/debug"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -84,7 +86,7 @@ func (l *loop) init(p *Pager) {
 // run serves until it fails or is told to end.
 func (p *Pager) run() {
 	defer shortenSlice()()
-	err := p.serve()
+	err := p.serveSafely()
 	if err == errClosing {
 		close(p.done)
 		return
@@ -119,6 +121,26 @@ func shortenSlice() (restore func()) {
 		runtime.UnlockOSThread()
 	}
 }
+
+// serveSafely is serve, in which reading a mapped file that is not there any more, or cannot be read from the disk, is an error
+// and not the end of the process.
+func (p *Pager) serveSafely() (err error) {
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+	defer func() {
+		r := recover()
+		if r == nil {
+			return
+		}
+		fault, ok := r.(interface{ Addr() uintptr })
+		if !ok || !slices.ContainsFunc(p.stores, func(s *store) bool { return s.maps(fault.Addr()) }) {
+			panic(r)
+		}
+		err = errUnreadable
+	}()
+	return p.serve()
+}
+
+var errUnreadable = errors.New("page store cannot be read: check the disk of the cache folder")
 
 func (p *Pager) serve() error {
 	l := &p.loop
@@ -347,7 +369,15 @@ func (p *Pager) landChunk(c Chunk, demand bool, failure error) error {
 	if w == nil {
 		return nil
 	}
-	present := p.stores[c.Blob].present(int(c.Chunk))
+	st := p.stores[c.Blob]
+	present := st.present(int(c.Chunk))
+	if failure == nil && !present {
+		// The daemon was started anew since and has made another store, because this one was gone or damaged.
+		if err := st.reopen(); err != nil {
+			return err
+		}
+		present = st.present(int(c.Chunk))
+	}
 	if failure == nil && !present {
 		return fmt.Errorf("chunk %d of blob %d was reported as fetched but is not marked in the page store: restart thaw-snapshotter", c.Chunk, c.Blob)
 	}

@@ -678,16 +678,6 @@ func TestFatal(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	t.Run("store damaged", func(t *testing.T) {
-		cp := makeCheckpoint(t, 1024, 32, false, 1)
-		f := fetchFunc(func(ctx context.Context, blob uint32, chunks []uint32, u Urgency) error {
-			err := slow{cp, 0}.Fetch(ctx, blob, chunks, u)
-			return errors.Join(err, cp.files[2*blob].Truncate(0))
-		})
-		if err := fatal(t, "read", f, nil, cp); !errors.Is(err, unix.EFAULT) {
-			t.Error(err)
-		}
-	})
 }
 
 // A process that is killed while it waits for chunks is no error, even when the

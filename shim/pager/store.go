@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/pagestore/pagefile"
 )
 
 // dropAfter is how many bytes are copied out of a mapping before its pages are
@@ -22,6 +23,8 @@ const dropAfter = 2 << 20
 // store is the mapped page store of one blob.
 type store struct {
 	blob    *pageindex.Blob
+	files   Store
+	file    *os.File // what data maps, open since before it was; see pagefile
 	data    []byte
 	bitmap  []byte // its length is a multiple of 4
 	lo, hi  uint64 // bytes of data used since they were last dropped
@@ -29,42 +32,84 @@ type store struct {
 }
 
 func openStore(files Store, b *pageindex.Blob) (*store, error) {
-	s := &store{blob: b}
+	s := &store{blob: b, files: files}
 	if b.Pages() == 0 {
 		return s, nil
 	}
 	var err error
-	if s.data, err = mapFile(files.Data, b.Pages()*pageSize, 1); err != nil {
+	if s.file, s.data, err = mapFile(files.Data, b.Pages()*pageSize, 1); err != nil {
 		return nil, err
 	}
-	if s.bitmap, err = mapFile(files.Present, (uint64(len(b.Chunks))+7)/8, 4); err != nil {
+	var bitmap *os.File
+	if bitmap, s.bitmap, err = mapFile(files.Present, (uint64(len(b.Chunks))+7)/8, 4); err != nil {
 		s.close()
 		return nil, err
 	}
+	bitmap.Close()
 	return s, nil
+}
+
+// reopen takes the files that the daemon has made in the place of those that are mapped, which were removed or
+// were found damaged.
+func (s *store) reopen() error {
+	next, err := openStore(s.files, s.blob)
+	if err != nil {
+		return err
+	}
+	s.close()
+	*s = *next
+	return nil
+}
+
+// sound returns an error if pages that are read through the mapping may be others than were written. It is asked before
+// each copy: the kernel would have to fail to write a page and to drop it between the two to give a wrong one.
+func (s *store) sound() error {
+	err := pagefile.Sound(s.file, int64(len(s.data)))
+	if err == nil {
+		return nil
+	}
+	if rerr := pagefile.Condemn(s.files.Data); rerr != nil {
+		return fmt.Errorf("%w: %w", err, rerr)
+	}
+	return err
+}
+
+// maps tells whether an address is in a mapping.
+func (s *store) maps(address uintptr) bool {
+	for _, m := range [][]byte{s.data, s.bitmap} {
+		// The mapping goes on to the end of a page.
+		if start := uintptr(unsafe.Pointer(unsafe.SliceData(m))); m != nil && address >= start && address-start < uintptr(len(m)+pageSize-1)&^(pageSize-1) {
+			return true
+		}
+	}
+	return false
 }
 
 // mapFile maps a file of at least size bytes read-only. The length of the
 // mapping is rounded up to a multiple of align, which stays in the last page.
-func mapFile(name string, size uint64, align int) ([]byte, error) {
+func mapFile(name string, size uint64, align int) (_ *os.File, _ []byte, err error) {
 	f, err := os.OpenFile(name, os.O_RDONLY|unix.O_NOFOLLOW, 0)
 	if err != nil {
-		return nil, fmt.Errorf("page store: %w", err)
+		return nil, nil, fmt.Errorf("page store: %w", err)
 	}
-	defer f.Close()
+	defer func() {
+		if err != nil {
+			f.Close()
+		}
+	}()
 	st, err := f.Stat()
 	if err != nil {
-		return nil, fmt.Errorf("page store: %w", err)
+		return nil, nil, fmt.Errorf("page store: %w", err)
 	}
 	if !st.Mode().IsRegular() || uint64(st.Size()) < size {
-		return nil, fmt.Errorf("page store: %s has %d bytes, %d are needed: remove its directory and restart thaw-snapshotter", name, st.Size(), size)
+		return nil, nil, fmt.Errorf("page store: %s has %d bytes, %d are needed: remove its directory and restart thaw-snapshotter", name, st.Size(), size)
 	}
 	n := (int(size) + align - 1) / align * align
 	m, err := unix.Mmap(int(f.Fd()), 0, n, unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {
-		return nil, fmt.Errorf("page store: %w", &os.PathError{Op: "mmap", Path: name, Err: err})
+		return nil, nil, fmt.Errorf("page store: %w", &os.PathError{Op: "mmap", Path: name, Err: err})
 	}
-	return m, nil
+	return f, m, nil
 }
 
 // present tells whether a chunk may be read. It is ordered: what the daemon wrote
@@ -106,5 +151,8 @@ func (s *store) close() {
 		if m != nil {
 			_ = unix.Munmap(m) // fails for other slices only
 		}
+	}
+	if s.file != nil {
+		s.file.Close()
 	}
 }

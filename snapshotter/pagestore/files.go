@@ -152,12 +152,14 @@ func (f *files) sound() error {
 	if f.damage != nil {
 		return f.damage
 	}
-	err := pagefile.Sound(f.data, f.size)
-	if err != nil {
-		f.damage = err
-		err = errors.Join(err, pagefile.Condemn(f.DataPath()))
+	f.damage = pagefile.Sound(f.data, f.size)
+	if f.damage == nil {
+		return nil
 	}
-	return err
+	if err := pagefile.Condemn(f.DataPath()); err != nil {
+		return fmt.Errorf("%w: %w", f.damage, err)
+	}
+	return f.damage
 }
 
 // inPlace returns nil if the files are still where others look for them, and nobody has condemned them.
