@@ -152,7 +152,7 @@ func Check(d *image.Dir, spec *specs.Spec, opts Options) error {
 		return err
 	}
 	for _, theme := range []func() error{
-		c.dump, c.namespaces, c.capabilities, c.confinement, c.identities, c.limits,
+		c.dump, c.descriptors, c.namespaces, c.capabilities, c.confinement, c.identities, c.limits,
 		c.mounts, c.archives, c.files, c.ghosts, c.cgroups, c.memory,
 	} {
 		if err := theme(); err != nil {
@@ -177,6 +177,10 @@ type check struct {
 	tasks     []image.Task
 	places    map[string]specs.Mount // see destinations
 	rootfs    *rootfs                // nil without one
+	mountIDs  map[uint32]bool        // of all mounts
+	// givenDevices are the filesystems that the restore is given: the root and the
+	// external mounts. CRIU takes a mount of the same device for a bind mount of them.
+	givenDevices map[uint32]bool
 	// tmpfsLinks are the symbolic links in all tmpfs mounts, without their mount
 	// points.
 	tmpfsLinks map[string]bool

@@ -13,11 +13,14 @@ import (
 
 	core "github.com/checkpoint-restore/go-criu/v7/crit/images/criu-core"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fdinfo"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/fh"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/fsnotify"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/inventory"
 	packet "github.com/checkpoint-restore/go-criu/v7/crit/images/packet-sock"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/pagemap"
 	remap_file_path "github.com/checkpoint-restore/go-criu/v7/crit/images/remap-file-path"
 	sk_inet "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-inet"
+	sk_netlink "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-netlink"
 	sk_opts "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-opts"
 	sk_unix "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-unix"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/vma"
@@ -113,6 +116,23 @@ func TestAdmits(t *testing.T) {
 		"terminal": func(d *dump, s *specs.Spec) {
 			d.mounts = append(d.mounts, mount(120, "/dev/console", "DEVPTS", unix.MS_NOSUID, ""))
 			s.Process.Terminal = true
+		},
+		"deleted file that is made anew": func(d *dump, _ *specs.Spec) {
+			d.files = append(d.files, regular(9, "/tmp/gone", unix.S_IFREG|0o600))
+			d.extra["ghost-file-1.img"] = ghost(t, unix.S_IFREG|0o600)
+			d.extra["remap-fpath.img"] = frame(t, 0x59133954, &remap_file_path.RemapFilePathEntry{
+				OrigId: proto.Uint32(9), RemapId: proto.Uint32(1), RemapType: remap_file_path.RemapType_GHOST.Enum(),
+			})
+		},
+		"news of network devices": func(d *dump, _ *specs.Spec) { d.files = append(d.files, netlink(unix.NETLINK_ROUTE, 1)) },
+		"audit messages":          func(d *dump, _ *specs.Spec) { d.files = append(d.files, netlink(unix.NETLINK_AUDIT, 0)) },
+		"watches": func(d *dump, _ *specs.Spec) {
+			d.files = append(d.files, inotify(&fsnotify.InotifyWdEntry{SDev: proto.Uint32(103), FHandle: &fh.FhEntry{Path: proto.String("/etc/hosts")}},
+				&fsnotify.InotifyWdEntry{SDev: proto.Uint32(102), FHandle: &fh.FhEntry{}}))
+		},
+		"shared mounts": func(d *dump, s *specs.Spec) {
+			d.mounts[3].SharedId = proto.Uint32(7)
+			s.Mounts[2].Options = append(s.Mounts[2].Options, "rshared")
 		},
 		"log of the dump": func(d *dump, _ *specs.Spec) { d.extra["dump.log"] = []byte("x") },
 	} {
@@ -294,7 +314,7 @@ func TestRefuses(t *testing.T) {
 			f := typed(fdinfo.FdTypes_PACKETSK)
 			f.Psk = &packet.PacketSockEntry{}
 			d.files = append(d.files, f)
-		}, "raw or packet socket"},
+		}, "a packet socket, a raw or packet socket"},
 		"raw socket": {func(d *dump, _ *specs.Spec) {
 			f := typed(fdinfo.FdTypes_INETSK)
 			f.Isk = &sk_inet.InetSkEntry{Family: proto.Uint32(unix.AF_INET), Type: proto.Uint32(unix.SOCK_RAW), Fown: owner(0, 0), Opts: &sk_opts.SkOptsEntry{}}
@@ -498,7 +518,14 @@ func TestRefusesWaysAroundFilesOfVolumes(t *testing.T) {
 		"link in a volume": {func(d *dump) { remap(d, 10, 9) }, "/data/new, deleted"},
 		"link out of one":  {func(d *dump) { remap(d, 11, 9) }, "/data/open, deleted"},
 		"link elsewhere":   {func(d *dump) { remap(d, 11, 1) }, ""},
-		"two numbers":      {func(d *dump) { d.files[len(d.files)-1].Reg.Id = proto.Uint32(12) }, "file 9: it is file 12 too"},
+		"made anew in a volume": {func(d *dump) {
+			d.files = append(d.files, regular(10, "/data/sub/gone", unix.S_IFREG|0o644))
+			d.extra["ghost-file-1.img"] = ghost(t, unix.S_IFREG|0o600)
+			d.extra["remap-fpath.img"] = frame(t, 0x59133954, &remap_file_path.RemapFilePathEntry{
+				OrigId: proto.Uint32(10), RemapId: proto.Uint32(1), RemapType: remap_file_path.RemapType_GHOST.Enum(),
+			})
+		}, "/data/sub/gone, deleted and to be made anew"},
+		"two numbers": {func(d *dump) { d.files[len(d.files)-1].Reg.Id = proto.Uint32(12) }, "file 9: it is file 12 too"},
 	} {
 		d, s := ordinary(), spec()
 		volume(d, s)
@@ -604,7 +631,7 @@ func TestRefusesLinksIntoVolumes(t *testing.T) {
 		"what the user may open":  {open("/app/open"), ""},
 		"elsewhere":               {open("/var/run/x"), ""},
 		"the link itself":         {flags("/app/up", unix.O_PATH|unix.O_NOFOLLOW), ""},
-		"a name through a link":   {remap("/link/open"), "deleted and to be linked anew"},
+		"a name through a link":   {remap("/link/open"), "deleted and to be made anew"},
 		"root": {func(d *dump, s *specs.Spec) {
 			open("/link/secret")(d, s)
 			s.Process.Capabilities = capSets("CAP_DAC_OVERRIDE")
@@ -697,6 +724,18 @@ func TestRefusesSocketsInVolumes(t *testing.T) {
 			t.Errorf("%q in %q by user %d: %v, want %q", tc.name, tc.dir, tc.user, err, tc.want)
 		}
 	}
+}
+
+func netlink(protocol, groups uint32) *fdinfo.FileEntry {
+	f := typed(fdinfo.FdTypes_NETLINKSK)
+	f.Nlsk = &sk_netlink.NetlinkSkEntry{Protocol: proto.Uint32(protocol), Groups: []uint32{groups}}
+	return f
+}
+
+func inotify(watches ...*fsnotify.InotifyWdEntry) *fdinfo.FileEntry {
+	f := typed(fdinfo.FdTypes_INOTIFY)
+	f.Ify = &fsnotify.InotifyFileEntry{Wd: watches}
+	return f
 }
 
 func typed(typ fdinfo.FdTypes) *fdinfo.FileEntry {

@@ -17,7 +17,7 @@ import (
 // Bounds of the content of all tmpfs mounts together. CRIU unpacks them into
 // memory.
 const (
-	maxArchiveSize    = 16 << 30
+	maxArchiveSize    = 4 << 30
 	maxArchiveEntries = 1 << 20
 )
 

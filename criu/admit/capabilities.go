@@ -22,12 +22,16 @@ var capabilityNames = []string{
 
 // Numbers of the capabilities that other checks ask for.
 const (
-	capDACOverride = 1
-	capSetGID      = 6
-	capSetUID      = 7
-	capSetPCAP     = 8
-	capNetRaw      = 13
-	capSysNice     = 23
+	capDACOverride    = 1
+	capDACReadSearch  = 2
+	capSetGID         = 6
+	capSetUID         = 7
+	capSetPCAP        = 8
+	capNetBindService = 10
+	capNetAdmin       = 12
+	capNetRaw         = 13
+	capSysNice        = 23
+	capAuditRead      = 37
 )
 
 // CapabilityNames returns the names of the capabilities in a set, in the order of

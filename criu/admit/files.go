@@ -38,7 +38,7 @@ func (c *check) files() error {
 		c.file(f)
 	}
 	c.mapped(paths)
-	if err := c.links(files, paths); err != nil {
+	if err := c.remaps(paths); err != nil {
 		return err
 	}
 	return c.references(known)
@@ -56,16 +56,11 @@ func (c *check) file(f *image.OpenFile) {
 	if o := f.Owner; o != nil && !c.maySet(capSetUID) && (o.UID != c.spec.Process.User.UID || o.EUID != c.spec.Process.User.UID) {
 		c.refuse(Difference{Field: "owner of an open file", Image: fmt.Sprintf("uid %d and %d", o.UID, o.EUID), Spec: fmt.Sprint(c.spec.Process.User.UID), Remedy: "restore in a pod with the checkpoint's user"})
 	}
-	if ns := c.tasks[0].IDs.NetNS; f.Inet != nil && f.Inet.NetNS != 0 && f.Inet.NetNS != ns || f.Unix != nil && f.Unix.NetNS != 0 && f.Unix.NetNS != ns {
-		c.refuse(Difference{Field: "open socket", Image: "a " + f.Type.String() + " of another network", Spec: "sockets of the pod's network", Remedy: "close it before the checkpoint"})
-	}
+	c.anySocket(f)
+	c.watched(f.Watches)
 	switch {
 	case f.Regular != nil:
 		c.regular(f.Regular)
-	case f.Inet != nil && f.Inet.Type == unix.SOCK_RAW, f.Type == image.Packet:
-		if c.grants().bounding&(1<<capNetRaw) == 0 {
-			c.refuse(Difference{Field: "open socket", Image: "a raw or packet socket", Spec: "no CAP_NET_RAW", Remedy: "grant it in the pod (securityContext.capabilities.add)"})
-		}
 	case f.Unix != nil && f.Unix.Flags&(image.UnixExternal|image.UnixCallback|image.UnixInherit) != 0:
 		c.refuse(Difference{
 			Field: "unix socket", Image: "a connection out of the container (" + quote(f.Unix.Name) + ")", Spec: "no such connection",
@@ -85,7 +80,12 @@ func (c *check) regular(r *image.Regular) {
 		c.refuse(Difference{Field: "open file", Image: quote(r.Path) + " from outside", Spec: "no such file", Remedy: "close it before the checkpoint"})
 	}
 	c.volume(r)
+	if r.Mount >= 0 && !c.mountIDs[uint32(r.Mount)] {
+		c.refuse(Difference{Field: "open file", Image: fmt.Sprintf("%s on mount %d, which is in no image", quote(r.Path), r.Mount), Spec: "the container's mounts", Remedy: "the checkpoint is damaged: make it again"})
+	}
 	switch r.Mode & unix.S_IFMT {
+	case 0:
+		c.refuse(Difference{Field: "open file", Image: quote(r.Path) + " of no type", Spec: "files whose type can be checked", Remedy: "dump with CRIU 4.1 or later"})
 	case unix.S_IFCHR, unix.S_IFBLK:
 		if !c.device(r.Path) {
 			c.refuse(Difference{Field: "open device", Image: quote(r.Path), Spec: "no such device", Remedy: "close it before the checkpoint, or give the pod the device"})
@@ -142,6 +142,11 @@ func (c *check) references(known map[uint32]image.FileType) error {
 		}{{"executable", t.Memory.Exe}, {"working directory", t.FS.Cwd}, {"root directory", t.FS.Root}} {
 			if known[ref.id] != image.RegularFile {
 				return missing(t, ref.what, ref.id)
+			}
+		}
+		for _, a := range t.Memory.Areas {
+			if typ := known[uint32(a.File)]; a.Mapped() && (a.File > 1<<32-1 || typ != image.RegularFile && typ != image.MemFD) {
+				return fmt.Errorf("%w: memory of task %d at %#x maps file %d, which files.img does not have", image.ErrFormat, t.PID, a.Start, a.File)
 			}
 		}
 		if tables[t.IDs.Files] {

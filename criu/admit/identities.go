@@ -4,7 +4,10 @@ package admit
 
 import (
 	"fmt"
+	"os"
 	"slices"
+	"strconv"
+	"strings"
 
 	"thaw.dev/thaw/criu/image"
 )
@@ -15,6 +18,7 @@ func (c *check) identities() error {
 	anyUser, anyGroup := c.maySet(capSetUID), c.maySet(capSetGID)
 	groups := append([]uint32{u.GID}, u.AdditionalGids...)
 	remedy := fmt.Sprintf("restore in a pod with the checkpoint's user (securityContext.runAsUser, runAsGroup, supplementalGroups), or make the checkpoint from one with user %d", u.UID)
+	c.logins()
 	c.threads(func(t *image.Task, i int) {
 		creds := &t.Threads[i].Creds
 		for _, id := range creds.UIDs() {
@@ -37,6 +41,33 @@ func (c *check) identities() error {
 		}
 	})
 	return nil
+}
+
+// logins refuses tasks that the audit log would take for those of somebody who logged in.
+// Containers are started by nobody who did, or by who started the daemon too.
+func (c *check) logins() {
+	for i := range c.tasks {
+		t := &c.tasks[i]
+		if t.LoginUID != image.NoLogin && t.LoginUID != ownLogin() {
+			c.refuse(Difference{
+				Field: "login user of the audit log", Task: name(t, 0), Image: fmt.Sprint(t.LoginUID), Spec: "none",
+				Remedy: "make the checkpoint from a container that the node's services started",
+			})
+		}
+	}
+}
+
+// ownLogin is the login user of this process.
+func ownLogin() uint32 {
+	p, err := os.ReadFile("/proc/self/loginuid")
+	if err != nil {
+		return image.NoLogin
+	}
+	n, err := strconv.ParseUint(strings.TrimSpace(string(p)), 10, 32)
+	if err != nil {
+		return image.NoLogin
+	}
+	return uint32(n)
 }
 
 // maySet reports whether the container's first process, as the spec starts it,

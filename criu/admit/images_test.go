@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/cgroup"
@@ -127,6 +128,11 @@ func area(start, end uint64, flags uint32, status image.Status) *vma.VmaEntry {
 	}
 }
 
+func mapped(a *vma.VmaEntry, file uint64) *vma.VmaEntry {
+	a.Shmid = proto.Uint64(file)
+	return a
+}
+
 func pagesAt(start uint64, n, flags uint32) *pagemap.PagemapEntry {
 	return &pagemap.PagemapEntry{Vaddr: proto.Uint64(start), NrPages: proto.Uint32(n), Flags: proto.Uint32(flags)}
 }
@@ -156,7 +162,7 @@ func ordinary() *dump {
 			MmStartBrk: proto.Uint64(0), MmBrk: proto.Uint64(0), MmArgStart: proto.Uint64(0), MmArgEnd: proto.Uint64(0), MmEnvStart: proto.Uint64(0),
 			MmEnvEnd: proto.Uint64(0), ExeFileId: proto.Uint32(1),
 			Vmas: []*vma.VmaEntry{
-				area(0x10000, 0x14000, unix.MAP_PRIVATE, image.AreaRegular|image.AreaFilePrivate),
+				mapped(area(0x10000, 0x14000, unix.MAP_PRIVATE, image.AreaRegular|image.AreaFilePrivate), 1),
 				area(0x20000, 0x24000, anonymous, image.AreaRegular|image.AreaAnonPrivate),
 			},
 		},
@@ -188,7 +194,7 @@ func ordinary() *dump {
 			{Name: "./null", Typeflag: tar.TypeChar, Devmajor: 1, Devminor: 3},
 			{Name: "./fd", Typeflag: tar.TypeSymlink, Linkname: "/proc/self/fd"},
 		},
-		extra: map[string][]byte{},
+		extra: map[string][]byte{"descriptors.json": []byte(`["/dev/null","pipe:[12]","pipe:[13]"]`)},
 	}
 }
 
@@ -258,6 +264,24 @@ func (d *dump) write(t testing.TB) string {
 		encode(fmt.Sprintf("mm-%d.img", pid), 0x57492820, d.mm)
 		encode(fmt.Sprintf("fs-%d.img", pid), 0x51403912, &fs.FsEntry{CwdId: proto.Uint32(2), RootId: proto.Uint32(2)})
 	}
+	d.plant()
+	for _, f := range d.files {
+		if f.Isk != nil {
+			f.Isk.Id = f.Id
+		}
+		if f.Usk != nil {
+			f.Usk.Id = f.Id
+		}
+		if f.Psk != nil {
+			f.Psk.Id = f.Id
+		}
+		if f.Nlsk != nil {
+			f.Nlsk.Id = f.Id
+		}
+		if f.Ify != nil {
+			f.Ify.Id = f.Id
+		}
+	}
 	encode("mountpoints-10.img", 0x55563928, list(d.mounts)...)
 	encode("files.img", 0x56303138, list(d.files)...)
 	encode("fdinfo-10.img", 0x56213732, list(d.fds)...)
@@ -273,6 +297,24 @@ func (d *dump) write(t testing.TB) string {
 		put(name, content)
 	}
 	return dir
+}
+
+// plant puts each mount on the innermost one above its place.
+func (d *dump) plant() {
+	for _, m := range d.mounts {
+		above := ""
+		for _, o := range d.mounts {
+			place := strings.TrimSuffix(o.GetMountpoint(), "/")
+			if o.GetMntId() != m.GetMntId() && strings.HasPrefix(m.GetMountpoint(), place+"/") && len(place) >= len(above) && m.GetParentMntId() == 1 {
+				above = place
+			}
+		}
+		for _, o := range d.mounts {
+			if m.GetParentMntId() == 1 && m.GetMountpoint() != "/" && strings.TrimSuffix(o.GetMountpoint(), "/") == above {
+				m.ParentMntId = proto.Uint32(o.GetMntId())
+			}
+		}
+	}
 }
 
 func list[M proto.Message](in []M) []proto.Message {

@@ -21,7 +21,10 @@ var kernelTypes = map[string]bool{
 	"proc": true, "sysfs": true, "tmpfs": true, "devpts": true, "mqueue": true, "cgroup": true, "cgroup2": true,
 }
 
-const rootMountpoint = "/"
+const (
+	rootMountpoint = "/"
+	consolePlace   = "/dev/console"
+)
 
 func (c *check) mounts() error {
 	all, err := c.dir.Mounts()
@@ -32,15 +35,18 @@ func (c *check) mounts() error {
 		return fmt.Errorf("%w: no mounts in the images", image.ErrFormat)
 	}
 	want := c.destinations()
-	given := givenDevices(all)
-	at := make(map[string]image.Mount) // the last one at a place hides the others
+	c.givenDevices = givenDevices(all)
+	at, err := c.mountTree(all)
+	if err != nil {
+		return err
+	}
 	for i := range all {
 		m := &all[i]
 		if !inside(m.Mountpoint) || m.Deleted {
 			c.refuse(Difference{Field: "mount", Image: quote(m.Mountpoint), Spec: "mounts inside the container's root", Remedy: "make the checkpoint from an ordinary container"})
 			continue
 		}
-		at[m.Mountpoint] = *m
+		c.mountFlags(m, want)
 		switch {
 		case m.Plugin:
 			c.refuse(Difference{Field: "mount", Image: quote(m.Mountpoint) + ", restored by a CRIU plugin", Spec: "no such mount", Remedy: "make the checkpoint from a container without it"})
@@ -55,7 +61,7 @@ func (c *check) mounts() error {
 			}
 		case m.External:
 			c.external(m, want)
-		case given[m.Device], slices.Contains(strings.Split(m.Root, "/"), ".."):
+		case c.givenDevices[m.Device], slices.Contains(strings.Split(m.Root, "/"), ".."):
 			// CRIU would bind it to a place in what the restore is given, and take
 			// the flags from the image: a read-only volume would be writable, and
 			// dots lead out of it.
@@ -71,9 +77,7 @@ func (c *check) mounts() error {
 	return nil
 }
 
-// givenDevices are the filesystems that the restore is given: the root and the
-// external mounts. CRIU takes a mount of the same device for a bind mount of them.
-// What masks a file is none: it is a device node of the container's own /dev.
+// givenDevices are the filesystems that the restore is given; see check. What masks a file is none: it is a device node of the container's own /dev.
 func givenDevices(all []image.Mount) map[uint32]bool {
 	out := make(map[uint32]bool)
 	for i := range all {
@@ -140,6 +144,14 @@ func (c *check) internal(m *image.Mount, want map[string]specs.Mount) {
 		})
 		return
 	}
+	if !wholeRoot(m) {
+		c.refuse(Difference{
+			Field: "mount", Image: fmt.Sprintf("a part (%s) of %s at %s", quote(m.Root), quote(m.Type), quote(m.Mountpoint)), Spec: "no such mount",
+			Remedy: "make the checkpoint from a container that mounts nothing itself",
+		})
+		return
+	}
+	c.mountOptions(m)
 	if s, ok := want[m.Mountpoint]; ok && !bind(s) && (s.Type == m.Type || s.Type == "cgroup" && (m.Type == "tmpfs" || m.Type == "cgroup2")) {
 		// The tmpfs of cgroup v1 only carries the controllers' mounts; those are
 		// read-only, it is not.
@@ -148,7 +160,7 @@ func (c *check) internal(m *image.Mount, want map[string]specs.Mount) {
 		return
 	}
 	// The terminal of the container's first process.
-	if m.Type == "devpts" && m.Mountpoint == "/dev/console" && c.spec.Process.Terminal {
+	if m.Type == "devpts" && m.Mountpoint == consolePlace && c.spec.Process.Terminal {
 		return
 	}
 	// What hides or locks a part of /proc or /sys takes nothing but rights away.

@@ -134,30 +134,61 @@ func (c *check) mapped(paths map[uint32]string) {
 	}
 }
 
-// links refuses files in volumes that CRIU would link to another name before it
-// opens them: it does that as root, whoever may read or write the file.
-func (c *check) links(files []image.OpenFile, paths map[uint32]string) error {
-	links, err := c.dir.Links()
-	if err != nil || len(links) == 0 || c.maySet(capDACOverride) {
+// remaps refuses files in volumes that CRIU would make before it opens them, as a new
+// one or as another name of one that is there: it does that as root, whoever may read or write there.
+func (c *check) remaps(paths map[uint32]string) error {
+	remaps, err := c.dir.Remaps()
+	if err != nil {
 		return err
 	}
-	for i := range files {
-		target, ok := links[files[i].ID]
-		if !ok || files[i].Regular == nil {
+	for id, r := range remaps {
+		ghost := fmt.Sprintf("ghost-file-%x.img", r.Target)
+		_, known := paths[id]
+		if _, ok := paths[r.Target]; !known || r.Ghost && !c.dir.Has(ghost) || !r.Ghost && !ok {
+			return fmt.Errorf("%w: remap-fpath.img makes file %d of %d, one of which is in no image", image.ErrFormat, id, r.Target)
+		}
+		if c.maySet(capDACOverride) {
 			continue
 		}
-		for _, p := range []string{paths[files[i].ID], paths[target]} {
+		names := []string{paths[id]}
+		if !r.Ghost {
+			names = append(names, paths[r.Target])
+		}
+		for _, p := range names {
 			at, ok := c.walk(p, false, c.destinations())
 			if !ok {
 				c.stray("open file", p)
 				continue
 			}
-			if _, _, ok := c.mountOf(at); ok {
-				c.refuse(Difference{Field: "open file", Image: quote(p) + ", deleted and to be linked anew", Spec: "a user who may not do that in a volume", Remedy: "close it before the checkpoint"})
+			if m, rest, ok := c.mountOf(at); ok && !(r.Ghost && c.mayMake(m.Source, rest)) {
+				c.refuse(Difference{Field: "open file", Image: quote(p) + ", deleted and to be made anew", Spec: "a user who may not do that in a volume", Remedy: "close it before the checkpoint"})
 			}
 		}
 	}
 	return nil
+}
+
+// mayMake reports whether the pod's user could make a file at a path in a volume,
+// and the directories above it that do not exist.
+func (c *check) mayMake(source, rest string) bool {
+	const writeAndSearch = 3
+	parts := strings.Split(strings.Trim(rest, "/"), "/")
+	var st unix.Stat_t
+	if source == "" || unix.Stat(path.Clean(source), &st) != nil { // the runtime follows links to a source
+		return false
+	}
+	at := path.Clean(source)
+	for _, part := range parts[:len(parts)-1] {
+		at = path.Join(at, part)
+		var next unix.Stat_t
+		if err := unix.Lstat(at, &next); err == unix.ENOENT {
+			break
+		} else if err != nil || next.Mode&unix.S_IFMT != unix.S_IFDIR || !c.permits(&st, 1) {
+			return false
+		}
+		st = next
+	}
+	return c.permits(&st, writeAndSearch)
 }
 
 // mountOf returns the innermost bind mount of the spec that a path lies in, and

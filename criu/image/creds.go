@@ -38,6 +38,9 @@ func (c *Creds) UIDs() []uint32 { return distinct(c.UID, c.EUID, c.SUID, c.FSUID
 // groups.
 func (c *Creds) GIDs() []uint32 { return distinct(c.GID, c.EGID, c.SGID, c.FSGID) }
 
+// maxGroups is the kernel's limit of supplementary groups (NGROUPS_MAX).
+const maxGroups = 1 << 16
+
 func distinct(ids ...uint32) []uint32 {
 	slices.Sort(ids)
 	return slices.Compact(ids)
@@ -53,6 +56,9 @@ func creds(e *pb.CredsEntry) (Creds, error) {
 		GID: e.GetGid(), EGID: e.GetEgid(), SGID: e.GetSgid(), FSGID: e.GetFsgid(),
 		Groups:     e.GetGroups(),
 		SecureBits: e.GetSecbits(), LSMProfile: e.GetLsmProfile(), LSMSockCreate: e.GetLsmSockcreate(),
+	}
+	if len(c.Groups) > maxGroups {
+		return Creds{}, fmt.Errorf("more than %d groups", maxGroups)
 	}
 	ambient, err := varints(e, credsAmbient)
 	if err != nil {

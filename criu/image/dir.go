@@ -16,9 +16,9 @@ const (
 	// maxFiles bounds the files in a directory of images: about ten for each
 	// process and two for each of its threads.
 	maxFiles = 1 << 18
-	// maxMetadata bounds in bytes each file that is read into memory. The largest
-	// are pagemaps: 20 bytes an entry, so about 13 million entries.
-	maxMetadata = 256 << 20
+	// maxMetadata bounds in bytes each file that is read into memory, should it
+	// have grown since it was listed.
+	maxMetadata = maxPagemaps
 )
 
 // Dir is a directory of images. Its methods may be called concurrently as long
@@ -68,6 +68,7 @@ func (d *Dir) list() error {
 	if len(entries) > maxFiles {
 		return fmt.Errorf("%w: more than %d files in %s", ErrFormat, maxFiles, d.Path())
 	}
+	var budget Budget
 	for _, e := range entries {
 		info, err := e.Info()
 		if err != nil {
@@ -75,6 +76,9 @@ func (d *Dir) list() error {
 		}
 		if !info.Mode().IsRegular() {
 			return fmt.Errorf("%w: %.80q is a %s, only regular files belong to a checkpoint", ErrFormat, e.Name(), typeName(info.Mode()))
+		}
+		if err := budget.Take(e.Name(), info.Size()); err != nil {
+			return err
 		}
 		d.files = append(d.files, File{Name: e.Name(), Size: info.Size(), Kind: KindOf(e.Name())})
 	}

@@ -8,7 +8,6 @@ import (
 	"net/netip"
 
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fdinfo"
-	"github.com/checkpoint-restore/go-criu/v7/crit/images/fown"
 	sk_inet "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-inet"
 	sk_unix "github.com/checkpoint-restore/go-criu/v7/crit/images/sk-unix"
 	"golang.org/x/sys/unix"
@@ -55,19 +54,26 @@ func (t FileType) String() string {
 	return fmt.Sprintf("file of type %d", uint32(t))
 }
 
-// maxOpenFiles bounds the open files in images: more than fs.file-max of most
-// machines.
-const maxOpenFiles = 1 << 22
+// maxOpenFiles bounds the open files in images: as many as one process may have by
+// default (fs.nr_open).
+const maxOpenFiles = 1 << 20
 
 // OpenFile is one open file description, which several descriptors may share.
 type OpenFile struct {
 	Type FileType
 	ID   uint32
 	// Owner is who is told of I/O on the file (F_SETOWN); nil if nobody.
-	Owner   *Owner
+	Owner *Owner
+	// NetNS is the network namespace of a socket, see IDs.NetNS; 0 if it is none or the
+	// image does not say.
+	NetNS uint32
+	// Mark is the mark of a socket's packets (SO_MARK); 0 if there is none.
+	Mark    uint32
 	Regular *Regular // of RegularFile, else nil
 	Inet    *Inet    // of InetSocket, else nil
 	Unix    *Unix    // of UnixSocket, else nil
+	Netlink *NetlinkSocket
+	Watches []Watch // of Inotify
 }
 
 // Owner is who gets the signals of a file.
@@ -92,7 +98,6 @@ type Inet struct {
 	Family, Type, Protocol uint32 // as in socket(2)
 	State                  uint32 // as in the kernel's net/tcp_states.h: 1 established, 7 closed, 10 listen
 	Local, Remote          netip.AddrPort
-	NetNS                  uint32 // network namespace, see IDs.NetNS; 0 if not recorded
 	Interface              string // that it is bound to
 }
 
@@ -108,8 +113,7 @@ type Unix struct {
 	Flags   uint32 // of CRIU: 1 external, 2 its peer is external (UnixExternal)
 	Deleted bool
 	// File is who owns the socket's file; nil if the image does not say.
-	File  *FileOwner
-	NetNS uint32
+	File *FileOwner
 }
 
 // FileOwner is the user and the group of a file.
@@ -147,6 +151,11 @@ func (d *Dir) OpenFiles() ([]OpenFile, error) {
 
 func openFile(e *fdinfo.FileEntry) (OpenFile, error) {
 	f := OpenFile{Type: FileType(e.GetType()), ID: e.GetId()}
+	p, err := partOf(e)
+	if err != nil {
+		return f, err
+	}
+	f.Owner, f.NetNS, f.Mark = p.owner(), p.number("ns_id"), p.mark()
 	if e.Type == nil { // a type that go-criu's enumeration lacks
 		v, err := varints(e, fileType)
 		if err != nil || len(v) != 1 {
@@ -154,17 +163,12 @@ func openFile(e *fdinfo.FileEntry) (OpenFile, error) {
 		}
 		f.Type = FileType(v[0])
 	}
-	var own *fown.FownEntry
 	switch f.Type {
 	case RegularFile:
 		r := e.GetReg()
 		if r == nil || r.Name == nil {
 			return f, fmt.Errorf("it has no path")
 		}
-		if r.GetId() != f.ID { // the one by which CRIU finds it, here and in other images
-			return f, fmt.Errorf("it is file %d too", r.GetId())
-		}
-		own = r.GetFown()
 		f.Regular = &Regular{
 			Path: r.GetName(), Flags: r.GetFlags(), Mode: r.GetMode(), Mount: r.GetMntId(), Size: r.GetSize(), External: r.GetExt(),
 		}
@@ -173,7 +177,6 @@ func openFile(e *fdinfo.FileEntry) (OpenFile, error) {
 		if s == nil {
 			return f, fmt.Errorf("its socket is missing")
 		}
-		own = s.GetFown()
 		i, err := inet(s)
 		if err != nil {
 			return f, err
@@ -184,11 +187,15 @@ func openFile(e *fdinfo.FileEntry) (OpenFile, error) {
 		if s == nil {
 			return f, fmt.Errorf("its socket is missing")
 		}
-		own = s.GetFown()
 		f.Unix = unixSocket(s)
-	}
-	if own.GetPid() != 0 {
-		f.Owner = &Owner{UID: own.GetUid(), EUID: own.GetEuid(), Signal: own.GetSignum(), PID: own.GetPid()}
+	case Netlink:
+		s := e.GetNlsk()
+		if s == nil {
+			return f, fmt.Errorf("its socket is missing")
+		}
+		f.Netlink = netlinkSocket(s)
+	case Inotify:
+		f.Watches = watches(e.GetIfy())
 	}
 	return f, nil
 }
@@ -196,7 +203,7 @@ func openFile(e *fdinfo.FileEntry) (OpenFile, error) {
 func unixSocket(s *sk_unix.UnixSkEntry) *Unix {
 	u := &Unix{
 		Inode: s.GetIno(), Peer: s.GetPeer(), Type: s.GetType(), State: s.GetState(), Name: string(s.GetName()),
-		Dir: s.GetNameDir(), Flags: s.GetUflags(), Deleted: s.GetDeleted(), NetNS: s.GetNsId(),
+		Dir: s.GetNameDir(), Flags: s.GetUflags(), Deleted: s.GetDeleted(),
 	}
 	if p := s.GetFilePerms(); p != nil {
 		u.File = &FileOwner{UID: p.GetUid(), GID: p.GetGid()}
@@ -206,7 +213,7 @@ func unixSocket(s *sk_unix.UnixSkEntry) *Unix {
 
 func inet(s *sk_inet.InetSkEntry) (*Inet, error) {
 	i := &Inet{
-		Family: s.GetFamily(), Type: s.GetType(), Protocol: s.GetProto(), State: s.GetState(), NetNS: s.GetNsId(), Interface: s.GetIfname(),
+		Family: s.GetFamily(), Type: s.GetType(), Protocol: s.GetProto(), State: s.GetState(), Interface: s.GetIfname(),
 	}
 	local, err := address(i.Family, s.GetSrcAddr())
 	if err != nil {
@@ -246,34 +253,4 @@ func address(family uint32, words []uint32) (netip.Addr, error) {
 	}
 	a, _ := netip.AddrFromSlice(b)
 	return a, nil
-}
-
-// Descriptor is one file descriptor of a process.
-type Descriptor struct {
-	FD   uint32
-	File uint32 // OpenFile.ID
-	Type FileType
-}
-
-// Descriptors returns the file descriptors of a table (IDs.Files).
-func (d *Dir) Descriptors(table uint32) ([]Descriptor, error) {
-	name := fmt.Sprintf("fdinfo-%d.img", table)
-	var out []Descriptor
-	err := all(d, name, magicFdinfo, func() *fdinfo.FdinfoEntry { return &fdinfo.FdinfoEntry{} }, func(e *fdinfo.FdinfoEntry) error {
-		const typeField = 3
-		desc := Descriptor{FD: e.GetFd(), File: e.GetId(), Type: FileType(e.GetType())}
-		if e.Type == nil {
-			v, err := varints(e, typeField)
-			if err != nil || len(v) != 1 {
-				return fmt.Errorf("%w: %s: descriptor %d has no type", ErrFormat, name, desc.FD)
-			}
-			desc.Type = FileType(v[0])
-		}
-		if len(out) == maxOpenFiles {
-			return fmt.Errorf("%w: %s has more than %d descriptors", ErrFormat, name, maxOpenFiles)
-		}
-		out = append(out, desc)
-		return nil
-	})
-	return out, err
 }

@@ -8,7 +8,9 @@ import (
 	"io"
 	"os"
 
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
 // Magic numbers at the head of image files (CRIU, criu/include/magic.h).
@@ -37,6 +39,17 @@ const (
 // maxMessage bounds one message in bytes. The largest is a process's memory map:
 // 65,530 mappings (vm.max_map_count) of at most 100 bytes.
 const maxMessage = 16 << 20
+
+const (
+	// maxNested bounds the messages, strings and lists in one message: in the
+	// encoding two bytes are enough for one, decoded it takes hundreds.
+	maxNested = 1 << 19
+	// fewNested is a length in bytes up to which what is in a message is not counted.
+	fewNested = 64 << 10
+	// maxDepth bounds how deeply messages may be nested. Only directories of control
+	// groups are, each in the one above it.
+	maxDepth = 100
+)
 
 func readFull(f *os.File, size int64) ([]byte, error) {
 	p := make([]byte, size)
@@ -107,13 +120,58 @@ func (f *frames) decode(m proto.Message) error {
 	if err != nil {
 		return err
 	}
-	if err := (proto.UnmarshalOptions{AllowPartial: true}).Unmarshal(p, m); err != nil {
+	if left := maxNested; len(p) > fewNested && !countNested(p, m.ProtoReflect().Descriptor(), &left, maxDepth) {
+		return f.errorf("message %d is damaged, or holds more than %d parts", f.n-1, maxNested)
+	}
+	if err := (proto.UnmarshalOptions{AllowPartial: true, RecursionLimit: maxDepth}).Unmarshal(p, m); err != nil {
 		return f.errorf("message %d: %v", f.n-1, err)
 	}
 	if u := unknownFields(m.ProtoReflect(), nil); len(u) > 0 {
 		return f.errorf("has %s, which this thaw does not know: it was written by a newer CRIU, use a newer thaw", u[0])
 	}
 	return nil
+}
+
+// countNested takes the number of parts with a length in an encoded message from left. It
+// reports whether there were no more, and no deeper ones.
+func countNested(in []byte, d protoreflect.MessageDescriptor, left *int, depth int) bool {
+	for len(in) > 0 {
+		num, typ, n := protowire.ConsumeTag(in)
+		if n < 0 {
+			return false
+		}
+		in = in[n:]
+		n = protowire.ConsumeFieldValue(num, typ, in)
+		if n < 0 || typ == protowire.StartGroupType {
+			return false
+		}
+		if typ == protowire.BytesType {
+			if *left--; *left < 0 {
+				return false
+			}
+			if fd := d.Fields().ByNumber(num); fd != nil && fd.Kind() == protoreflect.MessageKind {
+				v, _ := protowire.ConsumeBytes(in)
+				if depth == 0 || !countNested(v, fd.Message(), left, depth-1) {
+					return false
+				}
+			}
+		}
+		in = in[n:]
+	}
+	return true
+}
+
+// count returns how many messages follow; those behind one that is cut off count as
+// none.
+func (f *frames) count() (n int) {
+	for in := f.in; len(in) >= 4; n++ {
+		size := binary.LittleEndian.Uint32(in)
+		if uint64(size) > uint64(len(in)-4) {
+			break
+		}
+		in = in[4+size:]
+	}
+	return n
 }
 
 // frames returns the messages of a file, nil if there is no such file.

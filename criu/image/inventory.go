@@ -31,6 +31,8 @@ const (
 	inventoryUprobes = 14 // bool
 )
 
+var errNoInventory = fmt.Errorf("%w: inventory.img is missing", ErrFormat)
+
 // imageVersion is CRIU's image format 1.1 (CRTOOLS_IMAGES_V1_1), the only one
 // since CRIU 2.0.
 const imageVersion = 2
@@ -44,7 +46,7 @@ func (d *Dir) Inventory() (*Inventory, error) {
 		return nil, err
 	}
 	if !found {
-		return nil, fmt.Errorf("%w: %s is missing", ErrFormat, name)
+		return nil, errNoInventory
 	}
 	if v := e.GetImgVersion(); v != imageVersion || !e.GetFdinfoPerId() || !e.GetNsPerId() {
 		return nil, fmt.Errorf("%w: %s has image version %d, thaw reads version %d as CRIU 4.1 and later write it", ErrFormat, name, v, imageVersion)

@@ -30,18 +30,14 @@ const (
 
 // names are the names of image files (CRIU, criu/image-desc.c). The text before
 // `%` is followed by one number, %d decimal or %x hexadecimal, then by the rest.
-// Files that only CRIU before 2.0 wrote, and those that are restored by a program that the image would
-// choose, are left out: thaw reads images of CRIU 4.1 and later.
+// Left out are files that older ones than CRIU 4.1 wrote, which it reads in place of those that a check reads, and those
+// that are restored by a program that the image would choose.
 var names = map[string]Kind{
 	"inventory.img": Message, "pstree.img": Message, "files.img": Message,
 	"fdinfo-%d.img": Message, "core-%d.img": Message, "ids-%d.img": Message, "mm-%d.img": Message, "fs-%d.img": Message,
 	"pagemap-%d.img": Message, "pagemap-shmem-%d.img": Message,
-	"reg-files.img": Message, "ext-files.img": Message, "ns-files.img": Message, "eventfd.img": Message, "eventpoll.img": Message,
-	"eventpoll-tfd.img": Message, "signalfd.img": Message, "inotify.img": Message, "inotify-wd.img": Message, "fanotify.img": Message,
-	"fanotify-mark.img": Message, "pipes.img": Message, "fifo.img": Message, "unixsk.img": Message, "inetsk.img": Message,
-	"packetsk.img": Message, "netlinksk.img": Message, "tty.img": Message, "tty-info.img": Message, "tty-data.img": Message,
-	"filelocks.img": Message, "timerfd.img": Message, "tunfile.img": Message, "cpuinfo.img": Message, "seccomp.img": Message,
-	"cgroup.img": Message, "remap-fpath.img": Message, "apparmor.img": Message, "pidfd.img": Message, "memfd.img": Message,
+	"tty-info.img": Message, "tty-data.img": Message, "filelocks.img": Message, "cpuinfo.img": Message, "seccomp.img": Message,
+	"cgroup.img": Message, "remap-fpath.img": Message, "apparmor.img": Message, "memfd.img": Message,
 	"bpfmap-file.img": Message, "bpfmap-data.img": Content,
 	"utsns-%d.img": Message, "mountpoints-%d.img": Message, "userns-%d.img": Message, "timens-%d.img": Message, "pidns-%d.img": Message,
 	"ipcns-var-%d.img": Message, "ipcns-shm-%d.img": Content, "ipcns-msg-%d.img": Message, "ipcns-sem-%d.img": Message,

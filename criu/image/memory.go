@@ -77,8 +77,12 @@ func (a Area) Lazy() bool {
 		a.Flags&(unix.MAP_LOCKED|unix.MAP_HUGETLB) == 0 && a.Status&areaSpecialKernel == 0
 }
 
-// memory reads mm-PID.img.
-func (d *Dir) memory(pid uint32) (*Memory, error) {
+// maxAreas bounds the mappings of all processes of a dump. A process has a few
+// hundred, at most 65,530 (vm.max_map_count).
+const maxAreas = 2 << 20
+
+// memory reads mm-PID.img. left is how many mappings there may still be.
+func (d *Dir) memory(pid uint32, left *int) (*Memory, error) {
 	name := fmt.Sprintf("mm-%d.img", pid)
 	e := &mm.MmEntry{}
 	found, err := d.one(name, magicMM, e)
@@ -88,7 +92,10 @@ func (d *Dir) memory(pid uint32) (*Memory, error) {
 	if !found {
 		return nil, fmt.Errorf("%w: %s is missing", ErrFormat, name)
 	}
-	m := &Memory{Exe: e.GetExeFileId()}
+	if *left -= len(e.GetVmas()); *left < 0 {
+		return nil, fmt.Errorf("%w: the processes have more than %d mappings", ErrFormat, maxAreas)
+	}
+	m := &Memory{Exe: e.GetExeFileId(), Areas: make([]Area, 0, len(e.GetVmas()))}
 	var end uint64
 	for _, v := range e.GetVmas() {
 		a := Area{

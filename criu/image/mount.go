@@ -21,6 +21,9 @@ type Mount struct {
 	Source     string
 	Options    string
 	Flags      uint32 // as in mount(2): MS_
+	SuperFlags uint32 // of the filesystem, as Flags
+	// Shared is true if mounts below it appear in other mount namespaces too.
+	Shared bool
 	// ExternalKey names the mount that the restore has to be given, as runc
 	// did: the mount's destination in the container, or "/dev/null" for masked
 	// files. "" for a mount that CRIU makes itself.
@@ -46,7 +49,7 @@ func (d *Dir) Mounts() ([]Mount, error) {
 				Namespace: ns, ID: e.GetMntId(), Parent: e.GetParentMntId(), Mountpoint: e.GetMountpoint(), Root: e.GetRoot(),
 				Source: e.GetSource(), Options: e.GetOptions(), Flags: e.GetFlags(), ExternalKey: e.GetExtKey(),
 				External: e.GetExtMount() || e.GetExtKey() != "", Plugin: e.GetWithPlugin(), Deleted: e.GetDeleted(),
-				Type: fsType(e), Device: e.GetRootDev(),
+				Type: fsType(e), Device: e.GetRootDev(), Shared: e.GetSharedId() != 0, SuperFlags: e.GetSbFlags(),
 			}
 			if m.Mountpoint == "" || len(out) == maxMounts {
 				return fmt.Errorf("%w: %s has a mount without a place, or more than %d", ErrFormat, f.Name, maxMounts)

@@ -8,6 +8,7 @@ import (
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/netdev"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/pidns"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/utsns"
+	"google.golang.org/protobuf/proto"
 )
 
 // Hostname returns the host name in a UTS namespace (IDs.UtsNS); "" if it was
@@ -20,11 +21,16 @@ func (d *Dir) Hostname(ns uint32) (string, error) {
 
 // NetKey returns the key under which a network namespace (IDs.NetNS) has to be
 // given at the restore. found is false if CRIU does not restore the namespace at
-// all; an empty key means that CRIU makes it from the images.
+// all; an empty key means that CRIU makes it from the images. With a key there is
+// nothing else to say about the namespace: it is set up by others.
 func (d *Dir) NetKey(ns uint32) (key string, found bool, err error) {
 	e := &netdev.NetnsEntry{}
 	found, err = d.one(fmt.Sprintf("netns-%d.img", ns), magicNetNS, e)
-	return e.GetExtKey(), found, err
+	key = e.GetExtKey()
+	if e.ExtKey = nil; err == nil && key != "" && proto.Size(e) > 0 {
+		err = fmt.Errorf("%w: netns-%d.img has settings (sysctls) for a network namespace that others set up", ErrFormat, ns)
+	}
+	return key, found, err
 }
 
 // PidKey is as NetKey for a PID namespace (IDs.PidNS).

@@ -13,24 +13,21 @@ import (
 // lockSkip is CRIU's network lock method `skip` (criu/include/cr_options.h).
 const lockSkip = 2
 
-// SkipNetworkLock returns the content of an inventory.img with which CRIU does not
+// SkipNetworkLock returns the content of inventory.img with which CRIU does not
 // lock the network during the restore. The lock keeps packets of restored
 // connections away until their sockets are there. A restore that closes all
 // connections (option tcp-close) has none to protect, and what CRIU runs to
 // set up and remove its firewall rules, five programs in turn, takes a third of the
 // restore's time. CRIU takes the method from the inventory, whatever its options
 // say.
-func SkipNetworkLock(content []byte) ([]byte, error) {
-	f, err := newFrames("inventory.img", content, magicInventory)
+func (d *Dir) SkipNetworkLock() ([]byte, error) {
+	e := &inventory.InventoryEntry{}
+	found, err := d.one("inventory.img", magicInventory, e)
 	if err != nil {
 		return nil, err
 	}
-	e := &inventory.InventoryEntry{}
-	if err := f.decode(e); err != nil {
-		return nil, err
-	}
-	if f.more() {
-		return nil, f.errorf("has more than one message")
+	if !found {
+		return nil, errNoInventory
 	}
 	e.NetworkLockMethod = proto.Uint32(lockSkip)
 	m, err := proto.MarshalOptions{AllowPartial: true, Deterministic: true}.Marshal(e)

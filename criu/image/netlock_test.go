@@ -22,7 +22,10 @@ func TestSkipNetworkLock(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		after, err := SkipNetworkLock(before)
+		skip := func(content []byte) ([]byte, error) {
+			return dir(t, map[string][]byte{"inventory.img": content}).SkipNetworkLock()
+		}
+		after, err := skip(before)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -47,7 +50,7 @@ func TestSkipNetworkLock(t *testing.T) {
 			t.Errorf("%s: %v became %v", path, want, got)
 		}
 		for n := range before {
-			if _, err := SkipNetworkLock(before[:n]); !errors.Is(err, ErrFormat) {
+			if _, err := skip(before[:n]); !errors.Is(err, ErrFormat) {
 				t.Fatalf("cut at %d: %v", n, err)
 			}
 		}

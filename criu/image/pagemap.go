@@ -18,6 +18,10 @@ import (
 // cannot overflow.
 const maxPagesSize = 1 << 44
 
+// maxRanges bounds the entries of all pagemaps of a dump: twice as many as the runs
+// that a page index may have.
+const maxRanges = 8 << 20
+
 // Pagemap says which pages of an address space, or of a piece of shared memory,
 // were dumped and where each is in its pages file.
 type Pagemap struct {
@@ -131,6 +135,7 @@ func (d *Dir) SharedPagemap(id uint64) (*Pagemap, error) {
 // ascending order of ID. No two refer to the same pages file.
 func (d *Dir) Pagemaps() ([]*Pagemap, error) {
 	var out []*Pagemap
+	ranges := 0
 	files := make(map[uint32]string)
 	for _, f := range d.files {
 		rest, ok := strings.CutPrefix(f.Name, "pagemap-")
@@ -148,6 +153,9 @@ func (d *Dir) Pagemaps() ([]*Pagemap, error) {
 		}
 		if other, ok := files[p.PagesID]; ok {
 			return nil, fmt.Errorf("%w: %s and %s both refer to %s", ErrFormat, other, f.Name, p.File())
+		}
+		if ranges += len(p.Ranges); ranges > maxRanges {
+			return nil, fmt.Errorf("%w: the pagemaps have more than %d entries: the memory is in too many pieces", ErrFormat, maxRanges)
 		}
 		files[p.PagesID] = f.Name
 		out = append(out, p)
@@ -190,6 +198,13 @@ func (p *Pagemap) parse(in []byte) error {
 		return f.errorf("names no pages file")
 	}
 	p.PagesID = uint32(id.value[1])
+	entries := f.count()
+	if entries > maxRanges {
+		return f.errorf("has more than %d entries: the memory is in too many pieces", maxRanges)
+	}
+	if entries > 0 {
+		p.Ranges = make([]Range, 0, entries)
+	}
 	var end uint64
 	for f.more() {
 		m, err := f.next()

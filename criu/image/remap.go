@@ -8,19 +8,32 @@ import (
 	remap_file_path "github.com/checkpoint-restore/go-criu/v7/crit/images/remap-file-path"
 )
 
-// Links returns the open files (OpenFile.ID) that CRIU does not find under their
-// own paths but links there first from the path of another file.
-func (d *Dir) Links() (map[uint32]uint32, error) {
+// Remap is an open file that CRIU does not find under its own path.
+type Remap struct {
+	// Target is the file (OpenFile.ID) from whose path CRIU links it there first, or, if
+	// Ghost is true, the number of the image of a deleted file (ghost-file-%x.img) that it makes there.
+	Target uint32
+	Ghost  bool
+}
+
+// Remaps returns the open files (OpenFile.ID) that CRIU makes at their paths before it
+// opens them. Those of dead processes in /proc are none of them.
+func (d *Dir) Remaps() (map[uint32]Remap, error) {
 	const name = "remap-fpath.img"
-	out := make(map[uint32]uint32)
+	out := make(map[uint32]Remap)
+	seen := make(map[uint32]bool)
 	fresh := func() *remap_file_path.RemapFilePathEntry { return &remap_file_path.RemapFilePathEntry{} }
 	err := all(d, name, magicRemap, fresh, func(e *remap_file_path.RemapFilePathEntry) error {
-		if e.OrigId == nil || e.RemapId == nil || len(out) == maxOpenFiles {
-			return fmt.Errorf("%w: %s has an entry without a file, or more than %d", ErrFormat, name, maxOpenFiles)
+		if e.OrigId == nil || e.RemapId == nil || seen[*e.OrigId] || len(seen) == maxOpenFiles {
+			return fmt.Errorf("%w: %s has an entry without a file, file %d twice, or more than %d", ErrFormat, name, e.GetOrigId(), maxOpenFiles)
 		}
-		// Without a type, as in images before CRIU 1.6, it may be one of these.
-		if e.RemapType == nil || *e.RemapType == remap_file_path.RemapType_LINKED {
-			out[*e.OrigId] = *e.RemapId
+		seen[*e.OrigId] = true
+		switch {
+		case e.RemapType == nil: // images before CRIU 1.6, or a type that is not known
+			return fmt.Errorf("%w: %s has file %d in an unknown way", ErrFormat, name, *e.OrigId)
+		case *e.RemapType == remap_file_path.RemapType_PROCFS:
+		default:
+			out[*e.OrigId] = Remap{Target: *e.RemapId, Ghost: *e.RemapType == remap_file_path.RemapType_GHOST}
 		}
 		return nil
 	})

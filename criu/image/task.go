@@ -33,7 +33,10 @@ type Task struct {
 	State                State
 	ExitCode             uint32
 	Comm                 string
-	Architecture         string // as CRIU names it: X86_64, AARCH64, ...
+	// LoginUID is who logged in, for the audit log (/proc/PID/loginuid); NoLogin if
+	// nobody did or the image does not say.
+	LoginUID     uint32
+	Architecture string // as CRIU names it: X86_64, AARCH64, ...
 	// Threads are all threads, the process's leader first. A process that is
 	// gone has none.
 	Threads []Thread
@@ -45,6 +48,9 @@ type Task struct {
 	Memory *Memory // nil if the process is gone
 	FS     *FS     // nil if the process is gone
 }
+
+// NoLogin is the LoginUID of a process that no login made.
+const NoLogin = 1<<32 - 1
 
 // Thread is one thread of a process.
 type Thread struct {
@@ -126,8 +132,9 @@ func (d *Dir) Tasks() ([]Task, error) {
 	if len(entries) == 0 {
 		return nil, fmt.Errorf("%w: pstree.img is missing or has no tasks", ErrFormat)
 	}
+	areas := maxAreas
 	for _, e := range entries {
-		t, err := d.task(e, unique)
+		t, err := d.task(e, unique, &areas)
 		if err != nil {
 			return nil, err
 		}
@@ -137,9 +144,10 @@ func (d *Dir) Tasks() ([]Task, error) {
 }
 
 // task reads what belongs to an entry. unique checks the number of a thread. CRIU
-// writes an arbitrary one for a zombie, and does not read it.
-func (d *Dir) task(e *pstree.PstreeEntry, unique func(tid uint32) error) (Task, error) {
-	t := Task{PID: e.GetPid(), PPID: e.GetPpid(), PGID: e.GetPgid(), SID: e.GetSid()}
+// writes an arbitrary one for a zombie, and does not read it. areas is how many
+// mappings there may still be.
+func (d *Dir) task(e *pstree.PstreeEntry, unique func(tid uint32) error, areas *int) (Task, error) {
+	t := Task{PID: e.GetPid(), PPID: e.GetPpid(), PGID: e.GetPgid(), SID: e.GetSid(), LoginUID: NoLogin}
 	c, err := d.core(t.PID)
 	if err != nil {
 		return t, err
@@ -149,6 +157,9 @@ func (d *Dir) task(e *pstree.PstreeEntry, unique func(tid uint32) error) (Task, 
 		return t, fmt.Errorf("%w: core-%d.img describes no process", ErrFormat, t.PID)
 	}
 	t.State, t.ExitCode, t.Comm, t.Architecture = State(tc.GetTaskState()), tc.GetExitCode(), tc.GetComm(), c.GetMtype().String()
+	if tc.Loginuid != nil {
+		t.LoginUID = tc.GetLoginuid()
+	}
 	for _, l := range tc.GetRlimits().GetRlimits() {
 		t.Limits = append(t.Limits, Limit{Soft: l.GetCur(), Hard: l.GetMax()})
 	}
@@ -191,7 +202,7 @@ func (d *Dir) task(e *pstree.PstreeEntry, unique func(tid uint32) error) (Task, 
 		}
 		t.Threads = append(t.Threads, th)
 	}
-	if t.Memory, err = d.memory(t.PID); err != nil {
+	if t.Memory, err = d.memory(t.PID, areas); err != nil {
 		return t, err
 	}
 	t.FS, err = d.fs(t.PID)

@@ -314,7 +314,7 @@ func (s *layouts) layIndex(ctx context.Context, repo *registry.Repository, img *
 		return err
 	}
 	if n := totalPages(l.index); n > uint64(s.limits.MaxMemory)/pageindex.PageSize {
-		return fmt.Errorf("the checkpoint has %d bytes of memory, limits.max_memory allows %d: %w", n*pageindex.PageSize, s.limits.MaxMemory, errdefs.ErrResourceExhausted)
+		return fmt.Errorf("the checkpoint has %d bytes of memory, limits.max_memory allows %d: %w", min(n, 1<<52)*pageindex.PageSize, s.limits.MaxMemory, errdefs.ErrResourceExhausted)
 	}
 	l.index.ComputeKeys()
 	if err := os.WriteFile(filepath.Join(dir, indexFile), p, 0o600); err != nil {
@@ -367,10 +367,7 @@ func (s *layouts) unpack(ctx context.Context, dir string, state io.Reader, confi
 		return err
 	}
 	if s.tune {
-		if err := tuneImages(root); err != nil {
-			return err
-		}
-		if err := planMounts(root, filepath.Join(dir, criuDir)); err != nil {
+		if err := tuneImages(root, filepath.Join(dir, criuDir)); err != nil {
 			return err
 		}
 	}
@@ -382,28 +379,24 @@ func (s *layouts) unpack(ctx context.Context, dir string, state io.Reader, confi
 
 // tuneImages changes CRIU's images in ways that make no difference to what is
 // restored by thaw, but to how long it takes.
-func tuneImages(root *os.Root) error {
-	name := filepath.Join(criuDir, "inventory.img")
-	content, err := root.ReadFile(name)
-	if err != nil {
-		return fmt.Errorf("checkpoint images: %w", err)
-	}
-	if content, err = image.SkipNetworkLock(content); err != nil {
-		return fmt.Errorf("%w: %w", checkpoint.ErrFormat, err)
-	}
-	if err := root.WriteFile(name, content, 0o600); err != nil {
-		return fmt.Errorf("checkpoint images: %w", err)
-	}
-	return nil
-}
-
-// planMounts writes down which mounts the shim makes for CRIU.
-func planMounts(root *os.Root, dir string) error {
+func tuneImages(root *os.Root, dir string) error {
 	images, err := image.Open(dir)
 	if err != nil {
 		return err
 	}
 	defer images.Close()
+	content, err := images.SkipNetworkLock()
+	if err != nil {
+		return fmt.Errorf("%w: %w", checkpoint.ErrFormat, err)
+	}
+	if err := root.WriteFile(filepath.Join(criuDir, "inventory.img"), content, 0o600); err != nil {
+		return fmt.Errorf("checkpoint images: %w", err)
+	}
+	return planMounts(root, images)
+}
+
+// planMounts writes down which mounts the shim makes for CRIU.
+func planMounts(root *os.Root, images *image.Dir) error {
 	list, err := images.Tmpfs()
 	if err != nil {
 		return err
