@@ -6,6 +6,7 @@
 package checkpoint
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -159,8 +160,8 @@ func ParseConfig(p []byte) (*Config, error) {
 		return nil, fmt.Errorf("%w: config of %d bytes is over the limit of %d", ErrFormat, len(p), MaxConfigSize)
 	}
 	var c Config
-	if err := json.Unmarshal(p, &c); err != nil {
-		return nil, fmt.Errorf("%w: config: %w", ErrFormat, err)
+	if err := decode("config", p, &c); err != nil {
+		return nil, err
 	}
 	var major, minor int
 	if _, err := fmt.Sscanf(c.Version, "%d.%d", &major, &minor); err != nil {
@@ -174,6 +175,31 @@ func ParseConfig(p []byte) (*Config, error) {
 
 func unknownVersion(v string) error {
 	return fmt.Errorf("%w: format version %.32q is not supported (this thaw reads version %d): use a thaw that knows it, or make the checkpoint again", ErrFormat, v, Major)
+}
+
+// maxObjects bounds the objects in JSON: two bytes are enough for one, decoded it takes
+// more than a hundred. A manifest has one for each layer, of which the page index allows
+// 32768, a config one for each process.
+const maxObjects = 1 << 17
+
+// decode decodes JSON of an image.
+func decode(what string, p []byte, to any) error {
+	if n := bytes.Count(p, []byte("{")); n > maxObjects {
+		return fmt.Errorf("%w: %s has %d objects, over the limit of %d", ErrFormat, what, n, maxObjects)
+	}
+	if err := json.Unmarshal(p, to); err != nil {
+		return fmt.Errorf("%w: %s: %w", ErrFormat, what, err)
+	}
+	return nil
+}
+
+// ParseIndex decodes the index of an image. Errors wrap ErrFormat.
+func ParseIndex(p []byte) (*v1.Index, error) {
+	var x v1.Index
+	if err := decode("index", p, &x); err != nil {
+		return nil, err
+	}
+	return &x, nil
 }
 
 // Image is a checkpoint image's manifest, taken apart and checked.
@@ -213,14 +239,38 @@ func Find(index *v1.Index) (v1.Descriptor, error) {
 	if found.Size <= 0 || found.Size > MaxManifestSize {
 		return v1.Descriptor{}, fmt.Errorf("%w: manifest of %d bytes", ErrFormat, found.Size)
 	}
-	return *found, found.Digest.Validate()
+	if found.MediaType != v1.MediaTypeImageManifest {
+		return v1.Descriptor{}, fmt.Errorf("%w: the checkpoint's manifest has media type %.64q", ErrFormat, found.MediaType)
+	}
+	if p := found.Platform; p != nil && p.OS != unknownPlatform {
+		return v1.Descriptor{}, fmt.Errorf("%w: the checkpoint's manifest is said to run on %.32q, where a runtime would choose it", ErrFormat, p.OS+"/"+p.Architecture)
+	}
+	return *found, checkDigest(found.Digest)
+}
+
+// unknownPlatform keeps runtimes from choosing a manifest.
+const unknownPlatform = "unknown"
+
+func checkDigest(d digest.Digest) error {
+	if err := d.Validate(); err != nil || d.Algorithm() != digest.SHA256 {
+		return fmt.Errorf("%w: digest %.80q, sha256 is required", ErrFormat, d)
+	}
+	return nil
 }
 
 // ParseManifest takes a checkpoint manifest apart. Errors wrap ErrFormat.
 func ParseManifest(desc v1.Descriptor, p []byte) (*Image, error) {
 	var m v1.Manifest
-	if err := json.Unmarshal(p, &m); err != nil {
-		return nil, fmt.Errorf("%w: manifest: %w", ErrFormat, err)
+	if err := decode("manifest", p, &m); err != nil {
+		return nil, err
+	}
+	if m.MediaType != "" && m.MediaType != v1.MediaTypeImageManifest {
+		return nil, fmt.Errorf("%w: manifest has media type %.64q", ErrFormat, m.MediaType)
+	}
+	for name := range m.Annotations {
+		if !strings.HasPrefix(name, Prefix) && !strings.HasPrefix(name, "org.opencontainers.") {
+			return nil, fmt.Errorf("%w: manifest has annotation %.64q, which says nothing of a checkpoint", ErrFormat, name)
+		}
 	}
 	if m.ArtifactType != ArtifactType {
 		return nil, fmt.Errorf("%w: manifest has artifactType %.64q", ErrFormat, m.ArtifactType)
@@ -250,13 +300,18 @@ func ParseManifest(desc v1.Descriptor, p []byte) (*Image, error) {
 	if img.State.Digest == "" || img.PageIndex.Digest == "" {
 		return nil, fmt.Errorf("%w: manifest lacks state or page index", ErrFormat)
 	}
+	known := make(map[digest.Digest]bool)
 	for _, d := range append([]v1.Descriptor{img.Config, img.State, img.PageIndex}, img.Pages...) {
-		if err := d.Digest.Validate(); err != nil || d.Digest.Algorithm() != digest.SHA256 {
-			return nil, fmt.Errorf("%w: digest %.80q, sha256 is required", ErrFormat, d.Digest)
+		if err := checkDigest(d.Digest); err != nil {
+			return nil, err
 		}
 		if d.Size < 0 {
 			return nil, fmt.Errorf("%w: %s has size %d", ErrFormat, d.Digest, d.Size)
 		}
+		if known[d.Digest] {
+			return nil, fmt.Errorf("%w: manifest has %s twice", ErrFormat, d.Digest)
+		}
+		known[d.Digest] = true
 	}
 	return img, nil
 }

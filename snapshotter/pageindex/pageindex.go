@@ -147,6 +147,9 @@ func NewBlob(d digest.Digest, chunks []Chunk) (Blob, error) {
 }
 
 func (b *Blob) place() error {
+	if len(b.Chunks) == 0 {
+		return fmt.Errorf("%w: blob %s has no chunks", ErrFormat, b.Digest)
+	}
 	b.offsets = make([]int64, len(b.Chunks)+1)
 	b.pages = make([]uint64, len(b.Chunks)+1)
 	for i, c := range b.Chunks {
@@ -230,8 +233,13 @@ func (x *Index) validate() error {
 	if entries > maxEntries {
 		return errEntries
 	}
+	known := make(map[digest.Digest]bool, len(x.Blobs))
 	for i := range x.Blobs {
 		b := &x.Blobs[i]
+		if known[b.Digest] {
+			return fmt.Errorf("%w: blob %s is in it twice", ErrFormat, b.Digest)
+		}
+		known[b.Digest] = true
 		if err := b.Digest.Validate(); err != nil || b.Digest.Algorithm() != digest.SHA256 {
 			return fmt.Errorf("%w: blob %d has digest %q, sha256 is required", ErrFormat, i, b.Digest)
 		}

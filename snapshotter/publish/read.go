@@ -72,9 +72,11 @@ func read(ref name.Reference, opts []remote.Option) (*Image, error) {
 	if len(desc.Manifest) > checkpoint.MaxManifestSize {
 		return nil, fmt.Errorf("%w: index of %d bytes", checkpoint.ErrFormat, len(desc.Manifest))
 	}
-	if err := json.Unmarshal(desc.Manifest, &img.Index); err != nil {
-		return nil, fmt.Errorf("%w: index: %w", checkpoint.ErrFormat, err)
+	x, err := checkpoint.ParseIndex(desc.Manifest)
+	if err != nil {
+		return nil, err
 	}
+	img.Index = *x
 	m, err := checkpoint.Find(&img.Index)
 	if err != nil {
 		return nil, err

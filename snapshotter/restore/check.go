@@ -42,6 +42,9 @@ func checkBlobs(x *pageindex.Index, img *checkpoint.Image) error {
 	for _, p := range img.Pages {
 		sizes[p.Digest] = p.Size
 	}
+	if len(x.Blobs) < len(img.Pages) {
+		return fmt.Errorf("%w: manifest has %d page blobs, the page index %d", checkpoint.ErrFormat, len(img.Pages), len(x.Blobs))
+	}
 	for i := range x.Blobs {
 		b := &x.Blobs[i]
 		size, ok := sizes[b.Digest]
@@ -151,11 +154,14 @@ func merged(in iter.Seq[span]) iter.Seq[span] {
 	}
 }
 
-// totalPages is the number of lazy pages of all processes.
+// totalPages is the number of lazy pages of all processes, at most 2^63: many processes may
+// claim an address space each.
 func totalPages(x *pageindex.Index) (n uint64) {
 	for i := range x.Processes {
 		total, _ := x.Processes[i].Pages()
-		n += total
+		if n += total; n > 1<<63 {
+			return 1 << 63
+		}
 	}
 	return n
 }

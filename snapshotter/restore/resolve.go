@@ -4,7 +4,6 @@ package restore
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 
@@ -49,11 +48,11 @@ func (m *Manager) find(ctx context.Context, namespace, name string, target v1.De
 	if got := target.Digest.Algorithm().FromBytes(p); got != target.Digest {
 		return v1.Descriptor{}, fmt.Errorf("index of image %s is damaged in containerd's content store: its digest is %s instead of %s: %w", name, got, target.Digest, errdefs.ErrDataLoss)
 	}
-	var index v1.Index
-	if err := json.Unmarshal(p, &index); err != nil {
-		return v1.Descriptor{}, fmt.Errorf("index of image %s: %w: %w", name, err, errdefs.ErrDataLoss)
+	index, err := checkpoint.ParseIndex(p)
+	if err != nil {
+		return v1.Descriptor{}, fmt.Errorf("image %s: %w", name, classed(err))
 	}
-	desc, err := checkpoint.Find(&index)
+	desc, err := checkpoint.Find(index)
 	switch {
 	case err == nil:
 		m.know(target.Digest, desc)

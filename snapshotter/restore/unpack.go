@@ -4,12 +4,14 @@ package restore
 
 import (
 	"archive/tar"
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/klauspost/compress/zstd"
 
@@ -44,11 +46,13 @@ func unpackState(in io.Reader, root *os.Root, limit int64) error {
 			return fmt.Errorf("state: %w", err)
 		}
 	}
-	t := tar.NewReader(z)
+	content := &decompressed{z}
+	t := tar.NewReader(content)
+	var budget image.Budget
 	for files := 0; ; files++ {
 		h, err := t.Next()
 		if errors.Is(err, io.EOF) {
-			return nil
+			return atEnd(content)
 		}
 		if err != nil {
 			return fmt.Errorf("%w: state: %w", checkpoint.ErrFormat, err)
@@ -59,14 +63,59 @@ func unpackState(in io.Reader, root *os.Root, limit int64) error {
 		if limit -= h.Size; limit < 0 {
 			return fmt.Errorf("%w: state unpacks to more than limits.max_state allows", checkpoint.ErrFormat)
 		}
+		if err := budget.Take(h.Name, h.Size); err != nil {
+			return fmt.Errorf("%w: state: %w", checkpoint.ErrFormat, err)
+		}
 		if err := unpackFile(h, t, root); err != nil {
 			return err
 		}
 	}
 }
 
+// decompressed is what a state decompresses to. Its errors are the state's fault.
+type decompressed struct{ z *zstd.Decoder }
+
+func (d *decompressed) Read(p []byte) (int, error) {
+	n, err := d.z.Read(p)
+	if err != nil && !errors.Is(err, io.EOF) {
+		err = fmt.Errorf("%w: state: %w", checkpoint.ErrFormat, err)
+	}
+	return n, err
+}
+
+// maxPadding bounds the zeros behind an archive, with which programs fill its last block.
+const maxPadding = 1 << 20
+
+// atEnd returns nil if nothing but padding follows.
+func atEnd(in io.Reader) error {
+	buf := make([]byte, 32<<10)
+	for total := 0; ; {
+		n, err := in.Read(buf)
+		if total += n; total > maxPadding || len(bytes.Trim(buf[:n], "\x00")) > 0 {
+			return fmt.Errorf("%w: state goes on behind its end", checkpoint.ErrFormat)
+		}
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// sparse reports whether an archive says only partly what is in a file, so that few bytes of it
+// unpack to many.
+func sparse(h *tar.Header) bool {
+	for name := range h.PAXRecords {
+		if strings.HasPrefix(name, "GNU.sparse.") {
+			return true
+		}
+	}
+	return false
+}
+
 func unpackFile(h *tar.Header, in io.Reader, root *os.Root) error {
-	if h.Typeflag != tar.TypeReg {
+	if h.Typeflag != tar.TypeReg || sparse(h) {
 		return fmt.Errorf("%w: state holds %.80q, which is no regular file", checkpoint.ErrFormat, h.Name)
 	}
 	if h.Name == checkpoint.SpecFile {
@@ -90,7 +139,8 @@ func unpackFile(h *tar.Header, in io.Reader, root *os.Root) error {
 	}
 	_, err = io.Copy(f, in)
 	switch {
-	case errors.Is(err, tar.ErrHeader), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, zstd.ErrMagicMismatch), errors.Is(err, zstd.ErrCRCMismatch):
+	case errors.Is(err, checkpoint.ErrFormat):
+	case errors.Is(err, tar.ErrHeader), errors.Is(err, io.ErrUnexpectedEOF):
 		err = fmt.Errorf("%w: state: %w", checkpoint.ErrFormat, err)
 	case err != nil:
 		err = fmt.Errorf("state: %w", err)
