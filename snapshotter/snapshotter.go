@@ -153,6 +153,14 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 		g.Go(func() error { return s.Serve(ctx, l) })
 	}
 
+	lasting := []string{cfg.Socket(), cfg.KeeperSocket(), restores.RecordDir(), restores.ImagesDir()}
+	if cfg.Snapshotter.Enable {
+		lasting = append(lasting, cfg.Snapshotter.Socket)
+	}
+	if err := watch(ctx, g, lasting); err != nil {
+		return err
+	}
+
 	notify(ctx, daemon.SdNotifyReady)
 	if ready != nil {
 		ready()

@@ -57,6 +57,27 @@ func run(t *testing.T, cfg *config.Config) (stop func() error) {
 	}
 }
 
+// TestStateRemoved: a daemon that nobody can reach any more ends, so that it is started anew, and keeps what the next run needs.
+func TestStateRemoved(t *testing.T) {
+	for _, what := range []string{"", "thaw.sock", "keeper.sock", "restores"} {
+		cfg := testConfig(t)
+		ctx, cancel := context.WithCancel(t.Context())
+		ready, ended := make(chan struct{}), make(chan error, 1)
+		go func() { ended <- Run(ctx, cfg, func() { close(ready) }) }()
+		<-ready
+		if err := os.RemoveAll(filepath.Join(cfg.StateDir, what)); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-ended; err == nil || !strings.Contains(err.Error(), "is gone") {
+			t.Errorf("without %q: %v", what, err)
+		}
+		cancel()
+		if err := run(t, cfg)(); err != nil {
+			t.Errorf("the next run, without %q: %v", what, err)
+		}
+	}
+}
+
 func client(t *testing.T, cfg *config.Config) api.NodeService {
 	t.Helper()
 	conn, err := net.Dial("unix", cfg.Socket())

@@ -64,6 +64,17 @@ type layout struct {
 	used time.Time // when refs became 0
 }
 
+// lost reports whether somebody has removed the folder. Restores that run need it no more.
+func (l *layout) lost() bool {
+	select {
+	case <-l.ready:
+		_, err := os.Lstat(l.dir)
+		return errors.Is(err, os.ErrNotExist)
+	default:
+		return false
+	}
+}
+
 func (l *layout) images() string    { return filepath.Join(l.dir, criuDir) }
 func (l *layout) indexPath() string { return filepath.Join(l.dir, indexFile) }
 
@@ -178,6 +189,9 @@ func (s *layouts) acquire(ctx context.Context, repo *registry.Repository, manife
 	for {
 		s.mu.Lock()
 		l := s.all[key]
+		if l != nil && l.lost() {
+			l = nil
+		}
 		mine := l == nil
 		if mine {
 			l = &layout{key: key, dir: filepath.Join(s.dir, key), ready: make(chan struct{})}

@@ -18,7 +18,9 @@ import (
 	"github.com/containerd/log"
 	"github.com/opencontainers/go-digest"
 	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/unix"
 
+	"thaw.dev/thaw/snapshotter/pagestore"
 	"thaw.dev/thaw/snapshotter/registry"
 )
 
@@ -28,6 +30,8 @@ import (
 type metadata struct {
 	dir   string
 	limit int64 // bytes
+	// pages is on the same disk and gives up what is unused when that is full; nil: there is none.
+	pages *pagestore.Store
 
 	mu sync.Mutex // of trim
 }
@@ -147,8 +151,27 @@ func (m *metadata) open(desc v1.Descriptor) (_ *os.File, err error) {
 }
 
 // store makes a file of what write, which verifies it, writes. It returns the
-// file, open at its beginning.
-func (m *metadata) store(desc v1.Descriptor, write func(*os.File) error) (_ *os.File, err error) {
+// file, open at its beginning. On a full disk it makes room in the page store.
+func (m *metadata) store(desc v1.Descriptor, write func(*os.File) error) (*os.File, error) {
+	for {
+		var evictions int64
+		if m.pages != nil {
+			evictions = m.pages.Evictions()
+		}
+		f, err := m.storeOnce(desc, write)
+		if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) {
+			return f, err
+		}
+		if m.pages == nil || !m.pages.MakeRoom(evictions) {
+			return nil, fmt.Errorf("metadata cache: the disk of %s is full and nothing is left to evict (free some space or lower limits.cache_size): %w: %w", m.dir, err, errdefs.ErrResourceExhausted)
+		}
+	}
+}
+
+func (m *metadata) storeOnce(desc v1.Descriptor, write func(*os.File) error) (_ *os.File, err error) {
+	if err := os.MkdirAll(m.dir, 0o700); err != nil { // removed under a daemon that runs
+		return nil, fmt.Errorf("metadata cache: %w", err)
+	}
 	f, err := os.CreateTemp(m.dir, tmpPrefix)
 	if err != nil {
 		return nil, fmt.Errorf("metadata cache: %w", err)

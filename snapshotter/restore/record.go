@@ -18,6 +18,10 @@ import (
 
 	"github.com/containerd/log"
 	"github.com/opencontainers/go-digest"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/unix"
+
+	"thaw.dev/thaw/snapshotter/checkpoint"
 )
 
 // record is what is kept of a restore for the next run of the daemon.
@@ -28,6 +32,7 @@ type record struct {
 	Bundle    string    `json:"bundle"`
 	Image     string    `json:"image"`
 	Manifest  string    `json:"manifest"`
+	Size      int64     `json:"size"` // of the manifest, in bytes
 	Policy    string    `json:"policy"`
 	Pod       string    `json:"pod,omitempty"`
 	Started   time.Time `json:"started"`
@@ -35,7 +40,11 @@ type record struct {
 
 const maxRecordSize = 64 << 10
 
-func (m *Manager) recordDir() string { return filepath.Join(m.opts.StateDir, "restores") }
+// RecordDir is the folder of the restores' records.
+func (m *Manager) RecordDir() string { return filepath.Join(m.opts.StateDir, "restores") }
+
+// ImagesDir is the folder of the images that are laid out.
+func (m *Manager) ImagesDir() string { return m.layouts.dir }
 
 func (r *record) path(dir string) string {
 	sum := sha256.Sum256([]byte(r.ID))
@@ -67,6 +76,17 @@ func (r *record) write(dir string) (err error) {
 	return nil
 }
 
+// keep writes the record again if it is gone and the container is not.
+func (r *record) keep(dir string) error {
+	if _, err := os.Lstat(r.path(dir)); err == nil || r.gone() {
+		return nil
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("record of the restore: %w", err)
+	}
+	return r.write(dir)
+}
+
 func (r *record) remove(dir string) error {
 	if err := os.Remove(r.path(dir)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("record of the restore: %w", err)
@@ -77,7 +97,7 @@ func (r *record) remove(dir string) error {
 // recover goes on with the restores of an earlier run whose containers are
 // still there.
 func (m *Manager) recover(ctx context.Context) error {
-	dir := m.recordDir()
+	dir := m.RecordDir()
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return fmt.Errorf("records of restores: %w", err)
 	}
@@ -93,7 +113,10 @@ func (m *Manager) recover(ctx context.Context) error {
 			}
 			continue
 		}
-		if err := m.recoverOne(path); err != nil {
+		if err := m.recoverOne(ctx, path); err != nil {
+			if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM) {
+				return fmt.Errorf("restores of an earlier run (raise the daemon's limits, LimitNOFILE in its unit): %w", err)
+			}
 			if !errors.Is(err, errGone) {
 				log.G(ctx).WithError(err).WithField("record", path).Error("a restore cannot go on: its container fails when it needs a page that is not there yet")
 			}
@@ -147,7 +170,7 @@ func (m *Manager) sweep() {
 
 var errGone = errors.New("container is gone")
 
-func (m *Manager) recoverOne(path string) (err error) {
+func (m *Manager) recoverOne(ctx context.Context, path string) (err error) {
 	p, err := readBounded(path, maxRecordSize)
 	if err != nil {
 		return err
@@ -175,7 +198,13 @@ func (m *Manager) recoverOne(path string) (err error) {
 		}
 	}()
 	r.ctx, r.cancel = context.WithCancel(m.ctx)
-	if r.layout, err = m.layouts.adopt(d.Encoded()); err != nil {
+	if r.layout, err = m.layouts.adopt(d.Encoded()); errors.Is(err, os.ErrNotExist) {
+		// Somebody has removed it; what it was made of is in the cache or the registry.
+		r.layout, err = m.layouts.acquire(ctx, r.repo.Repository, v1.Descriptor{
+			MediaType: v1.MediaTypeImageManifest, ArtifactType: checkpoint.ArtifactType, Digest: d, Size: r.record.Size,
+		})
+	}
+	if err != nil {
 		return err
 	}
 	if err := m.take(r); err != nil {

@@ -118,6 +118,7 @@ func Open(ctx context.Context, opts Options) (*Manager, error) {
 	if err != nil {
 		return nil, err
 	}
+	meta.pages = opts.Pages
 	sets, err := workingset.Open(filepath.Join(opts.CacheDir, "workingsets"))
 	if err != nil {
 		return nil, err
@@ -141,7 +142,7 @@ func Open(ctx context.Context, opts Options) (*Manager, error) {
 }
 
 // Close ends prefetches and background fills, and lets go of the page store. The restores'
-// records stay for the next run.
+// records stay for the next run; those that somebody has removed are written again.
 func (m *Manager) Close() {
 	m.mu.Lock()
 	m.closed = true
@@ -152,6 +153,9 @@ func (m *Manager) Close() {
 	m.sweeper.Wait()
 	m.wg.Wait()
 	for _, r := range all {
+		if err := r.record.keep(m.RecordDir()); err != nil {
+			log.L.WithError(err).Error("a restore cannot go on after a restart")
+		}
 		m.letGo(r)
 	}
 }
@@ -242,7 +246,7 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 	}
 	r := &restored{ready: make(chan struct{}), expects: &expectation{done: make(chan struct{})}, record: record{
 		ID: ID(req.GetNamespace(), req.GetContainerId()), Namespace: req.GetNamespace(), Container: req.GetContainerId(),
-		Bundle: req.GetBundle(), Image: w.image, Manifest: manifest.Digest.String(), Policy: w.policy, Pod: w.pod, Started: time.Now(),
+		Bundle: req.GetBundle(), Image: w.image, Manifest: manifest.Digest.String(), Size: manifest.Size, Policy: w.policy, Pod: w.pod, Started: time.Now(),
 	}}
 	if r.repo, err = m.repository(w.image); err != nil {
 		return nil, err
@@ -367,7 +371,7 @@ func (m *Manager) replace(r *restored) (old *restored, err error) {
 	if m.closed {
 		return nil, errClosed
 	}
-	if err := r.record.write(m.recordDir()); err != nil {
+	if err := r.record.write(m.RecordDir()); err != nil {
 		return nil, err
 	}
 	old = m.restores[r.record.ID]
@@ -527,7 +531,7 @@ func (m *Manager) release(r *restored) error {
 		return nil
 	}
 	delete(m.restores, r.record.ID)
-	err := r.record.remove(m.recordDir())
+	err := r.record.remove(m.RecordDir())
 	m.mu.Unlock()
 	m.letGo(r)
 	return err

@@ -745,7 +745,7 @@ func TestSweep(t *testing.T) {
 	if list := n.manager.List(); len(list) != 1 || list[0].ContainerId != "kept" {
 		t.Errorf("%+v", list)
 	}
-	if left, _ := filepath.Glob(filepath.Join(n.manager.recordDir(), "*")); len(left) != 1 {
+	if left, _ := filepath.Glob(filepath.Join(n.manager.RecordDir(), "*")); len(left) != 1 {
 		t.Errorf("left: %v", left)
 	}
 }

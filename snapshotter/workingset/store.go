@@ -105,6 +105,9 @@ func (s *Store) Put(set *Set) (err error) {
 			return nil
 		}
 	}
+	if err := os.MkdirAll(s.dir, 0o700); err != nil { // removed under a daemon that runs
+		return fmt.Errorf("working sets: %w", err)
+	}
 	f, err := os.CreateTemp(s.dir, tmpPrefix)
 	if err != nil {
 		return fmt.Errorf("working sets: %w", err)
