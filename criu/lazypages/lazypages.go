@@ -208,7 +208,11 @@ func receive(conn *net.UnixConn) (int, error) {
 		return -1, fmt.Errorf("%w: %w", ErrIncomplete, errors.Join(err, io.ErrUnexpectedEOF))
 	}
 	fds, err := rights(oob[:oobn])
-	if err == nil && (len(fds) != 1 || flags&unix.MSG_CTRUNC != 0) {
+	switch {
+	case err != nil:
+	case flags&unix.MSG_CTRUNC != 0:
+		err = errors.New("the message was cut off: the shim may be at its limit of open files (LimitNOFILE in containerd's unit)")
+	case len(fds) != 1:
 		err = fmt.Errorf("%d descriptors where one is expected", len(fds))
 	}
 	if err != nil {

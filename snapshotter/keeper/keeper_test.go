@@ -459,3 +459,53 @@ func TestPidfdByNumber(t *testing.T) {
 		t.Error("the other end is closed")
 	}
 }
+
+// TestOutOfDescriptors: a connection that cannot be taken for a lack of descriptors ends neither the server nor what it holds.
+func TestOutOfDescriptors(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "keeper.sock")
+	killed, stop := serve(t, path)
+	defer stop()
+	r, w := pipe(t)
+	c, err := Dial(path, box)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Hold(t.Context(), 1, int(w.Fd()), 1); err != nil {
+		t.Fatal(err)
+	}
+	w.Close()
+	next, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(next)
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 0, Max: limit.Max}); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Connect(next, &unix.SockaddrUnix{Name: path}); err != nil {
+		t.Error(err)
+	}
+	<-time.After(acceptPause / 2) // within which the server has tried
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	if !isHeld(r) {
+		t.Error("the descriptor was let go of")
+	}
+	// The one that waited is served, and the server goes on.
+	if _, err := unix.Write(next, []byte("{}")); err != nil {
+		t.Error(err)
+	}
+	if n, err := unix.Read(next, make([]byte, 100)); err != nil || n == 0 {
+		t.Errorf("%d bytes, %v", n, err)
+	}
+	if err := c.Done(); err != nil {
+		t.Error(err)
+	}
+	nobody(t, killed)
+	atEnd(t, r)
+}

@@ -13,12 +13,15 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/containerd/log"
 	"golang.org/x/sys/unix"
 )
 
 const (
+	// acceptPause is how long the daemon waits for free file descriptors.
+	acceptPause = 100 * time.Millisecond
 	// maxHeld bounds the descriptors held for one container.
 	maxHeld = 1 << 16
 	// maxFDs is the most descriptors that one packet may carry (Linux,
@@ -67,6 +70,15 @@ func (s *Server) Serve(ctx context.Context) error {
 	defer context.AfterFunc(ctx, s.close)()
 	for {
 		c, err := s.l.AcceptUnix()
+		if ctx.Err() == nil && (errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE)) {
+			// What is held is worth more than who comes: they try again.
+			log.G(ctx).WithError(err).Error("keeper: no connection can be taken (raise LimitNOFILE in thaw-snapshotter's unit)")
+			select {
+			case <-ctx.Done():
+			case <-time.After(acceptPause):
+			}
+			continue
+		}
 		if err != nil {
 			cancel()
 			s.close()
