@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -24,6 +25,8 @@ const (
 	// killPoll is how often a cgroup is looked at again: v1 tells nobody when it
 	// becomes empty.
 	killPoll = 5 * time.Millisecond
+	// killAtOnce bounds the descriptors that killing takes.
+	killAtOnce = 64
 )
 
 // Kill kills all processes that are in the cgroups or below, and returns when
@@ -37,67 +40,95 @@ func Kill(ctx context.Context, cgroups []string) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)
 	defer cancel()
-	var errs []error
-	for _, g := range cgroups {
-		if err := killCgroup(ctx, g); err != nil {
-			errs = append(errs, err)
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// killCgroup kills what is in a cgroup and below, until nothing is left.
-func killCgroup(ctx context.Context, dir string) error {
-	err := os.WriteFile(filepath.Join(dir, "cgroup.kill"), []byte("1"), 0)
-	if err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, os.ErrPermission) {
-		return fmt.Errorf("kill cgroup: %w", err)
-	}
 	tick := time.NewTicker(killPoll)
 	defer tick.Stop()
 	for {
-		pids, err := processes(dir)
+		left, err := killAll(cgroups)
 		if err != nil {
 			return fmt.Errorf("kill cgroup: %w", err)
 		}
-		if len(pids) == 0 {
+		if left == 0 {
 			return nil
-		}
-		for _, pid := range pids {
-			if err := killIn(dir, pid); err != nil {
-				return fmt.Errorf("kill process %d: %w", pid, err)
-			}
-		}
-		// On v1, frozen processes die only once thawed.
-		if err := thaw(dir); err != nil {
-			return fmt.Errorf("thaw cgroup: %w", err)
 		}
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			return fmt.Errorf("%d processes are still in %s %s after SIGKILL", len(pids), dir, killTimeout)
+			return fmt.Errorf("%d processes are still in %s %s after SIGKILL", left, strings.Join(cgroups, ", "), killTimeout)
 		}
 	}
 }
 
-// killIn kills a process if it is still the one that is in the cgroup: the
-// descriptor holds it while the cgroup is read again.
-func killIn(dir string, pid int) error {
-	fd, err := unix.PidfdOpen(pid, 0)
-	if errors.Is(err, unix.ESRCH) {
+// killAll kills what is in cgroups now, and returns how many processes that were.
+func killAll(cgroups []string) (n int, err error) {
+	for _, g := range cgroups {
+		// On v2 this leaves nobody; on v1 there is no such file.
+		if err := set(g, "cgroup.kill", "1"); err != nil {
+			return 0, err
+		}
+		// On v1 nobody forks, and so gets away, while they are killed one by one.
+		if err := set(g, "freezer.state", "FROZEN"); err != nil {
+			return 0, err
+		}
+	}
+	for _, g := range cgroups {
+		pids, gerr := processes(g)
+		n += len(pids)
+		for some := range slices.Chunk(pids, killAtOnce) {
+			gerr = errors.Join(gerr, killIn(g, some))
+		}
+		err = errors.Join(err, gerr)
+	}
+	// The dead of a v1 cgroup die only once it is thawed, whoever froze it.
+	for _, g := range cgroups {
+		err = errors.Join(err, each(g, func(dir string) error { return set(dir, "freezer.state", "THAWED") }))
+	}
+	return n, err
+}
+
+// set writes a cgroup's file. One that is not there, or whose cgroup is being
+// removed, is no error.
+func set(dir, file, value string) error {
+	f, err := os.OpenFile(filepath.Join(dir, file), os.O_WRONLY, 0)
+	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	defer unix.Close(fd)
+	_, err = f.WriteString(value)
+	if errors.Is(err, unix.ENODEV) {
+		err = nil
+	}
+	return errors.Join(err, f.Close())
+}
+
+// killIn kills processes, each if it is still the one that is in the cgroup: a
+// descriptor holds it while the cgroup is read again.
+func killIn(dir string, pids []int) error {
+	held := make(map[int]int, len(pids)) // pidfds
+	defer func() {
+		for _, fd := range held {
+			unix.Close(fd)
+		}
+	}()
+	for _, pid := range pids {
+		fd, err := unix.PidfdOpen(pid, 0)
+		if errors.Is(err, unix.ESRCH) {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("process %d: %w", pid, err)
+		}
+		held[pid] = fd
+	}
 	pids, err := processes(dir)
 	if err != nil {
 		return err
 	}
-	for _, p := range pids {
-		if p == pid {
+	for _, pid := range pids {
+		if fd, ok := held[pid]; ok {
 			if err := unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0); err != nil && !errors.Is(err, unix.ESRCH) {
-				return err
+				return fmt.Errorf("process %d: %w", pid, err)
 			}
 		}
 	}
@@ -124,19 +155,6 @@ func processes(dir string) ([]int, error) {
 		return nil
 	})
 	return out, err
-}
-
-// thaw thaws a cgroup of the v1 freezer and all below it; others have no such
-// file.
-func thaw(dir string) error {
-	return each(dir, func(path string) error {
-		f, err := os.OpenFile(filepath.Join(path, "freezer.state"), os.O_WRONLY, 0)
-		if err != nil {
-			return err
-		}
-		_, err = f.WriteString("THAWED")
-		return errors.Join(err, f.Close())
-	})
 }
 
 // each calls f for a cgroup and all below it. What is removed meanwhile, or is
