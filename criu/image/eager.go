@@ -14,9 +14,8 @@ import (
 // new content of each pagemap file that says so, by file name. Apart from that
 // the images stay as they are. They are pages of:
 //
-//   - areas that a child gets empty or not at all (MADV_WIPEONFORK, MADV_DONTFORK;
-//     the kernel's own random number state is one): nobody tells a fault handler, and it
-//     would fill the child's with what the parent had;
+//   - areas that a child gets empty (MADV_WIPEONFORK; the kernel's own random number state is
+//     one): nobody tells a fault handler, and it would fill the child's with what the parent had;
 //   - areas that a process has in common with a parent that has locked them. CRIU maps
 //     the parent's, the kernel fills it with zeros at once, and pages that the child
 //     inherits by that never fault.
@@ -69,7 +68,7 @@ func find(tasks map[uint32]*Task, known map[uint32]eagerAreas, pid uint32) eager
 		case overlaps(inherited, a):
 			e.lazy = append(e.lazy, a)
 			e.populated = append(e.populated, a)
-		case a.Advice&(1<<unix.MADV_DONTFORK|1<<unix.MADV_WIPEONFORK) != 0:
+		case a.Advice&(1<<unix.MADV_WIPEONFORK) != 0:
 			e.lazy = append(e.lazy, a)
 		}
 	}

@@ -49,7 +49,7 @@ func TestMakeEager(t *testing.T) {
 		want := []*Pagemap{
 			pagemap(1, eager(10, 12), lazy(18, 20), eager(20, 30), lazy(30, 33), lazy(34, 35)),
 			pagemap(2, lazy(5, 10), eager(10, 20), lazy(20, 45)),
-			pagemap(3, eager(10, 11), eager(11, 12), eager(19, 20), lazy(20, 21), eager(45, 46)),
+			pagemap(3, eager(10, 11), eager(11, 12), eager(19, 20), lazy(20, 21), lazy(45, 46)),
 		}
 		for i, w := range want {
 			if !reflect.DeepEqual(maps[i], w) {

@@ -195,15 +195,14 @@ func (f FD) Unregister(start, n uint64) error {
 // Alive tells whether the address space still exists. After an exec, what the
 // descriptor belongs to is gone as well.
 func (f FD) Alive() bool {
-	_, err := f.attempt(0)
+	_, err := f.attempt(0, uint64(unix.Getpagesize()))
 	return err != unix.ESRCH
 }
 
-// Registered tells whether a page-aligned address lies in private anonymous
-// memory that is registered with f. EAGAIN: mappings are changing. ESRCH: the
-// process is gone.
-func (f FD) Registered(address uint64) (bool, error) {
-	_, err := f.attempt(address)
+// Registered tells whether n bytes from a page-aligned address on lie in one mapping of private anonymous
+// memory that is registered with f. EAGAIN: mappings are changing. ESRCH: the process is gone.
+func (f FD) Registered(start, n uint64) (bool, error) {
+	_, err := f.attempt(start, n)
 	switch err {
 	case unix.EINVAL: // it was found, but is of the wrong kind for this ioctl
 		return true, nil
@@ -216,14 +215,14 @@ func (f FD) Registered(address uint64) (bool, error) {
 	return false, err
 }
 
-// attempt asks for a page cache page to be mapped at an address, which is never
+// attempt asks for page cache pages to be mapped at an address, which is never
 // possible for anonymous memory. The checks that come before that answer
 // questions about the address space without changing it.
-func (f FD) attempt(address uint64) (int, error) {
+func (f FD) attempt(start, n uint64) (int, error) {
 	a := struct {
 		start, len, mode uint64
 		mapped           int64
-	}{start: address, len: uint64(unix.Getpagesize())}
+	}{start: start, len: n}
 	err := f.ioctl(ioctlContinue, unsafe.Pointer(&a))
 	return done(a.mapped, err)
 }

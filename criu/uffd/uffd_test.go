@@ -67,7 +67,7 @@ func TestFill(t *testing.T) {
 	src := bytes.Repeat([]byte{7}, 4*page)
 	from := unsafe.Pointer(&src[0])
 
-	if ok, err := f.Registered(dst); ok || err != nil {
+	if ok, err := f.Registered(dst, page); ok || err != nil {
 		t.Errorf("Registered before: %v, %v", ok, err)
 	}
 	if _, err := f.Copy(dst, from, page); err != unix.ENOENT {
@@ -76,8 +76,14 @@ func TestFill(t *testing.T) {
 	if err := f.Register(dst, 8*page); err != nil {
 		t.Fatal(err)
 	}
-	if ok, err := f.Registered(dst); !ok || err != nil {
+	if ok, err := f.Registered(dst, page); !ok || err != nil {
 		t.Errorf("Registered: %v, %v", ok, err)
+	}
+	if ok, err := f.Registered(dst, 8*page); !ok || err != nil {
+		t.Errorf("all of it: %v, %v", ok, err)
+	}
+	if ok, err := f.Registered(dst, 9*page); ok || err != nil {
+		t.Errorf("more than it: %v, %v", ok, err)
 	}
 	if n, err := f.Copy(dst+2*page, from, page); n != page || err != nil {
 		t.Errorf("copy: %d, %v", n, err)
@@ -128,8 +134,18 @@ func TestFaultAndWake(t *testing.T) {
 	if _, err := f.Read(&b); err != unix.EAGAIN {
 		t.Fatalf("read of nothing: %v", err)
 	}
-	got := make(chan byte)
-	go func() { got <- mem[5] }()
+	// A system call touches the page, because Go's garbage collector waits for a thread that faults in Go code.
+	var pipe [2]int
+	if err := unix.Pipe2(pipe[:], unix.O_CLOEXEC); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(pipe[0])
+	defer unix.Close(pipe[1])
+	wrote := make(chan error, 1)
+	go func() {
+		_, err := unix.Write(pipe[1], mem[5:6])
+		wrote <- err
+	}()
 	next := func() Event {
 		p := []unix.PollFd{{Fd: int32(f), Events: unix.POLLIN}}
 		for {
@@ -160,7 +176,11 @@ func TestFaultAndWake(t *testing.T) {
 	if _, err := f.Copy(dst, unsafe.Pointer(&src[0]), page); err != nil {
 		t.Fatal(err)
 	}
-	if v := <-got; v != 9 {
-		t.Errorf("read %d", v)
+	if err := <-wrote; err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, 1)
+	if _, err := unix.Read(pipe[0], got); err != nil || got[0] != 9 {
+		t.Errorf("read %d, %v", got, err)
 	}
 }

@@ -98,6 +98,7 @@ func (p *Pager) fork(s *space, fd uffd.FD) {
 	s.begin()
 	c := &space{fd: fd, id: p.nextID.Add(1), pid: s.pid, child: true, pending: map[uint64]waiting{}, parent: s, forked: len(s.recent.events)}
 	p.keep(c) // in any case: the child may run, so its descriptor must stay open
+	c.lacks = c.lacking(&s.wanted)
 	s.young = append(s.young, c)
 	s.recent.doubt = s.recent.doubt || c.forked > 0
 	p.loop.restless[s] = true
@@ -128,7 +129,7 @@ func (p *Pager) quiet(s *space) bool {
 	if e.doubt {
 		changing := false
 		parent := func(at uint64) presence {
-			here, err := s.fd.Registered(at)
+			here, err := s.fd.Registered(at, pageSize)
 			changing = changing || err == unix.EAGAIN
 			return presenceOf(here, err)
 		}
@@ -136,7 +137,7 @@ func (p *Pager) quiet(s *space) bool {
 		inherited := make([]ranges, len(s.young))
 		for i, c := range s.young {
 			if !c.left {
-				inherited[i] = e.inherited(order, c.forked, parent, c.has)
+				inherited[i] = e.inherited(order, c.forked, parent, c.has, c.lacking)
 			}
 		}
 		if changing {
@@ -149,6 +150,7 @@ func (p *Pager) quiet(s *space) bool {
 		}
 		for i, c := range s.young {
 			c.wanted = inherited[i]
+			c.lacks = append(c.lacks, c.lacking(&c.wanted)...)
 		}
 	} else {
 		for _, c := range s.young {
@@ -164,6 +166,10 @@ func (p *Pager) quiet(s *space) bool {
 			c.wanted = ranges{}
 			continue
 		}
+		for _, l := range c.lacks {
+			p.strike(c, l.start, l.end)
+		}
+		c.lacks = nil
 		if err := p.watch(int(c.fd)); err != nil {
 			p.loop.failed = fmt.Errorf("userfaultfd of a child of task %d: %w", c.pid, err)
 			return true
@@ -175,7 +181,7 @@ func (p *Pager) quiet(s *space) bool {
 
 // has tells whether registered memory of a child is at an address. That is not
 // known while the child changes its mappings itself.
-func (s *space) has(at uint64) presence { return presenceOf(s.fd.Registered(at)) }
+func (s *space) has(at uint64) presence { return presenceOf(s.fd.Registered(at, pageSize)) }
 
 func presenceOf(here bool, err error) presence {
 	switch {
@@ -279,58 +285,6 @@ func (e *epoch) overtaken(wanted *ranges, i, j int) bool {
 	return j < e.tail(i) // before the move was over, nobody knew where it went
 }
 
-// track is memory that was wanted at the beginning of an epoch and that events moved
-// or freed, all of it by the same ones.
-type track struct {
-	pages []segment // where they were then; never empty
-	steps []step    // what happened to them
-}
-
-// step is one thing that happened to memory.
-type step struct {
-	event int
-	at    uint64 // where its first page is from then on, or gone
-}
-
-const gone = ^uint64(0)
-
-// at returns where the first page is after so many steps.
-func (t *track) at(stage int) uint64 {
-	if stage == 0 {
-		return t.pages[0].start
-	}
-	return t.steps[stage-1].at
-}
-
-// split parts a track where some addresses after its last step are: what is in front
-// of them, between them and behind them. Each may be empty.
-func (t *track) split(start, end uint64) (parts [3]track) {
-	first, at := t.pages[0].start, t.at(len(t.steps))
-	for _, s := range t.pages {
-		for i, limit := range []uint64{start, end, gone} {
-			if limit != gone {
-				limit = max(limit, at) - at + first // where that was in the beginning
-			}
-			if s.start < limit {
-				parts[i].pages = append(parts[i].pages, s.to(min(s.end, limit)))
-			}
-			if s.end <= limit {
-				break
-			}
-			s = s.from(max(s.start, limit))
-		}
-	}
-	for i := range parts {
-		for _, v := range t.steps {
-			if len(parts[i].pages) > 0 && v.at != gone {
-				v.at += parts[i].pages[0].start - first
-			}
-			parts[i].steps = append(parts[i].steps, v)
-		}
-	}
-	return parts
-}
-
 // tracks returns what the events did to what was wanted, and what they left alone.
 func (e *epoch) tracks(order []int) (rest ranges, tracks []track) {
 	rest = e.base.clone()
@@ -363,7 +317,7 @@ func (e *epoch) advance(rest *ranges, tracks []track, event int, start, end uint
 			out = append(out, t)
 			continue
 		}
-		parts := t.split(start, end)
+		parts := t.split(len(t.steps), start, end)
 		for _, i := range []int{0, 2} {
 			if len(parts[i].pages) > 0 {
 				out = append(out, parts[i])
@@ -378,8 +332,13 @@ func (e *epoch) advance(rest *ranges, tracks []track, event int, start, end uint
 
 // inherited returns what a child wants that was forked in the epoch, when so many
 // of its events had been read.
-func (e *epoch) inherited(order []int, read int, parent, child func(uint64) presence) ranges {
-	r, tracks := e.tracks(order)
+// Mappings decide for a piece as a whole, so what the child lacks, wherever it may have been, is a piece of its own.
+func (e *epoch) inherited(order []int, read int, parent, child func(uint64) presence, lacking func(*ranges) []span) ranges {
+	r, whole := e.tracks(order)
+	var tracks []track
+	for _, t := range whole {
+		tracks = append(tracks, t.divide(lacking)...)
+	}
 	for i := range tracks {
 		t := &tracks[i]
 		at := e.place(t, read, parent, child)
@@ -399,12 +358,7 @@ func (e *epoch) inherited(order []int, read int, parent, child func(uint64) pres
 // place returns where a piece was when a child was forked, or gone. If the order of
 // the events is not that of what they report, the mappings show it.
 func (e *epoch) place(t *track, read int, parent, child func(uint64) presence) uint64 {
-	reported := 0 // so many steps came before the fork
-	for k, s := range t.steps {
-		if s.event < read {
-			reported = k + 1
-		}
-	}
+	reported := t.reported(read)
 	for k := range reported {
 		if e.forkedBefore(t, k, parent, child) {
 			return t.at(k)

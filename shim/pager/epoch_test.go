@@ -37,6 +37,22 @@ func at(r ranges, a uint64) string {
 	return fmt.Sprint(s.from(a).page)
 }
 
+// lacking does what [space.lacking] does.
+func lacking(child func(uint64) presence) func(*ranges) []span {
+	return func(r *ranges) (lacks []span) {
+		for _, l := range r.leaves {
+			for _, s := range l.segs {
+				for a := s.start; a < s.end; a += pageSize {
+					if child(a) == absent {
+						lacks = append(lacks, span{a, a + pageSize})
+					}
+				}
+			}
+		}
+		return lacks
+	}
+}
+
 // While thread A's move from x to y is only half reported, thread B moves z to
 // the place that is free now. The second half must not strike off what came.
 func TestSecondHalfOfMove(t *testing.T) {
@@ -151,7 +167,7 @@ func TestOrder(t *testing.T) {
 			if got := describe(wanted); got != c.want {
 				t.Errorf("wanted: %q, want %q", got, c.want)
 			}
-			if got := describe(e.inherited(order, c.read, looks(c.parent), looks(c.child))); got != c.inherits {
+			if got := describe(e.inherited(order, c.read, looks(c.parent), looks(c.child), lacking(looks(c.child)))); got != c.inherits {
 				t.Errorf("inherited: %q, want %q", got, c.inherits)
 			}
 		})
@@ -172,7 +188,7 @@ func TestTracks(t *testing.T) {
 	}
 	none := func(uint64) presence { return unknown }
 	order, wanted := e.order()
-	for _, r := range []ranges{wanted, e.inherited(order, len(e.events), none, none)} {
+	for _, r := range []ranges{wanted, e.inherited(order, len(e.events), none, none, lacking(none))} {
 		for _, c := range []struct {
 			at   uint64
 			want string
@@ -209,7 +225,7 @@ func TestTracksWithHoles(t *testing.T) {
 	}
 	parent := mappedAt(x, x+pageSize)
 	order, _ := e.order()
-	r := e.inherited(order, 2, parent, mappedAt(x, x+n))
+	r := e.inherited(order, 2, parent, mappedAt(x, x+n), lacking(mappedAt(x, x+n)))
 	for _, c := range []struct {
 		at   uint64
 		want string
@@ -220,6 +236,44 @@ func TestTracksWithHoles(t *testing.T) {
 	}
 	if r.pages != 8 {
 		t.Errorf("%d pages", r.pages)
+	}
+}
+
+// What a child did not inherit says nothing about what is beside it.
+func TestTracksInPartNotInherited(t *testing.T) {
+	const x, y, n = 0x100000, 0x200000, 8 * pageSize
+	base := newRanges([]pageindex.Run{{Start: x, Pages: 8, Page: 10}})
+	unmap := func(at uint64) uffd.Event { return uffd.Event{Kind: uffd.Unmap, Start: at, End: at + n} }
+	for name, c := range map[string]struct {
+		events []uffd.Event
+		read   int
+		at     uint64
+	}{
+		"fork, then unmap":             {[]uffd.Event{unmap(x)}, 0, x},
+		"move, then fork, then unmap":  {[]uffd.Event{{Kind: uffd.Remap, Start: x, End: x + n, To: y}, unmap(x), unmap(y)}, 2, y},
+		"fork, then unmap, other way":  {[]uffd.Event{unmap(x)}, 1, x},
+		"fork, then move, then unmaps": {[]uffd.Event{{Kind: uffd.Remap, Start: x, End: x + n, To: y}, unmap(x), unmap(y)}, 0, x},
+	} {
+		e := epoch{base: base, events: c.events}
+		lacks := []span{{c.at, c.at + 2*pageSize}, {c.at + 5*pageSize, c.at + 6*pageSize}}
+		child := func(a uint64) presence {
+			if a < c.at || a >= c.at+n {
+				return absent
+			}
+			for _, l := range lacks {
+				if l.start <= a && a < l.end {
+					return absent
+				}
+			}
+			return mapped
+		}
+		order, _ := e.order()
+		r := e.inherited(order, c.read, func(uint64) presence { return absent }, child, lacking(child))
+		for _, page := range []uint64{2, 4, 6, 7} {
+			if got, want := at(r, c.at+page*pageSize), fmt.Sprint(10+page); got != want {
+				t.Errorf("%s: page %d: %s", name, page, got)
+			}
+		}
 	}
 }
 

@@ -28,10 +28,11 @@ type space struct {
 	// recent are the changes since the space was last seen quiet.
 	recent epoch
 	// young are children that are not followed yet, see epoch. For them, parent is
-	// set, and forked is the number of recent events that came before the fork's.
+	// set, forked is the number of recent events that came before the fork's, and lacks is what they did not inherit.
 	young  []*space
 	parent *space
 	forked int
+	lacks  []span
 	// cursor is where the background filling has got to.
 	cursor uint64
 }

@@ -49,10 +49,8 @@
 //   - Growing locked memory with mremap where it has to move: the kernel (6.18 and before)
 //     touches the new pages before it reports the move, and refuses to fill pages until it
 //     has (do_mremap: mm_populate before notify_uffd). No fault handler can end that wait.
-//   - MADV_WIPEONFORK and MADV_DONTFORK when the checkpoint can have been. A fault handler does not learn of
-//     the advice: where memory came lazily, the child gets the dumped content and not
-//     zeros; and where a mapping of the child grows over a place that it did not inherit,
-//     the content that the parent had there.
+//   - MADV_WIPEONFORK when the checkpoint can have been. A fault handler does not learn of the advice: where memory
+//     came lazily, the child gets the dumped content and not zeros.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -521,8 +519,8 @@ static void op_fork_advice(struct arena *a)
 	int kind = rnd(a) % 4;
 
 	a->op = "fork advice";
-	if (common->arrived)
-		kind |= 1; // see "what is left out"
+	if (common->arrived && kind == 2)
+		kind = 3; // see "what is left out"
 	if (n == 0 || !(plan & FORKADVICE))
 		return;
 	if (madvise((void *)addr(a, p), n * PAGE, advices[kind]))
