@@ -60,10 +60,12 @@ lint: deps
 format: deps
 	@git ls-files -co --exclude-standard '*.go' | grep -v '\.pb\.go$$' | xargs $(BIN)/gofumpt -w
 
-# Packages that need no stack, with the race detector (which needs cgo).
+# Packages that need no stack, with the race detector (which needs cgo). The manifests' test has a module of its own: it embeds
+# parts of Kubernetes' API server.
 unit:
 	@echo "==> unit tests"
 	@CGO_ENABLED=1 go test -race -timeout 10m $$(go list ./... | grep -v /test/e2e)
+	@cd test/admission && go vet . && go test -timeout 10m .
 
 fuzz:
 	@contrib/fuzz.sh $(FUZZ_COUNT)
