@@ -64,6 +64,7 @@ type restored struct {
 	filled    bool            // faults no longer tell what is touched
 	expected  *workingset.Set // by which memory is filled; nil: nothing is known
 	restoring context.Context // has the span of the restore, once there is one
+	ran       bool            // runc was told to restore: there may be processes
 	closed    bool
 }
 
@@ -149,6 +150,9 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 func (c *restored) restore(ctx context.Context, upstream func(context.Context) (*taskapi.StartResponse, error)) (*taskapi.StartResponse, error) {
 	ctx, span := startSpan(ctx, "Restore")
 	defer span.End()
+	c.mu.Lock()
+	c.ran = true
+	c.mu.Unlock()
 	c.setTrace(ctx)
 	moved := make(chan error, 1)
 	go func() { moved <- headstart.MoveToCgroup() }() // runc starts meanwhile
@@ -249,8 +253,12 @@ func (c *restored) close(ctx context.Context) {
 		return
 	}
 	c.closed = true
+	ran := c.ran
 	c.mu.Unlock()
-	killed := c.kill()
+	var killed error
+	if ran {
+		killed = c.kill()
+	}
 	c.stop()
 	c.running.Wait()
 	_ = c.breakpoints.Close() // if it was never started
