@@ -150,7 +150,7 @@ func (b *Blob) drop() {
 		err = os.Chtimes(filepath.Join(b.dir, pagefile.BootFile), f.used, f.used)
 	}
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		log.L.WithError(err).Warn("page store: blob is left")
+		log.L.WithError(err).Warn("page store: blob is not used again")
 	}
 }
 
