@@ -34,6 +34,7 @@ import (
 	"thaw.dev/thaw/snapshotter/config"
 	"thaw.dev/thaw/snapshotter/keeper"
 	"thaw.dev/thaw/snapshotter/pagestore"
+	"thaw.dev/thaw/snapshotter/policy"
 	"thaw.dev/thaw/snapshotter/registry"
 	"thaw.dev/thaw/snapshotter/restore"
 	"thaw.dev/thaw/snapshotter/snapshots"
@@ -61,6 +62,13 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 	criuFound, err := newCRIUCheck(cfg.CRIU)
 	if err != nil {
 		return err
+	}
+	trust, err := policy.New(policy.Options{
+		Repositories: cfg.Trust.Repositories, RequireDigest: cfg.Trust.RequireDigest,
+		VerifiersDir: cfg.Trust.VerifiersDir, VerdictLifetime: time.Duration(cfg.Trust.VerdictLifetime),
+	})
+	if err != nil {
+		return fmt.Errorf("configuration: %w", err)
 	}
 	m := newMetrics()
 	pages, err := pagestore.Open(ctx, pagestore.Options{
@@ -100,6 +108,7 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 		MetadataCacheSize: int64(cfg.Limits.MetadataCacheSize),
 		Policy:            cfg.Policy,
 		FillDelay:         time.Duration(cfg.Background.Delay),
+		Trust:             trust,
 		CheckCRIU:         criuFound.check,
 		Admit:             admitImages,
 	})

@@ -54,6 +54,7 @@ type Config struct {
 
 	Containerd  Containerd  `toml:"containerd"`
 	Registry    Registry    `toml:"registry"`
+	Trust       Trust       `toml:"trust"`
 	Limits      Limits      `toml:"limits"`
 	Background  Background  `toml:"background"`
 	CRIU        CRIU        `toml:"criu"`
@@ -83,6 +84,20 @@ type Registry struct {
 	MetadataTimeout Duration `toml:"metadata_timeout"`
 	// StallTimeout ends an attempt in which no byte arrives for so long.
 	StallTimeout Duration `toml:"stall_timeout"`
+}
+
+// Trust is which images may be restored; see package policy.
+type Trust struct {
+	// Repositories are those that images may come from: HOST/PATH, or HOST/* and
+	// HOST/PATH/* for all below. None means all.
+	Repositories []string `toml:"repositories"`
+	// RequireDigest refuses images that are not named by digest.
+	RequireDigest bool `toml:"require_digest"`
+	// VerifiersDir has image verifiers as containerd's plugin calls them, all of
+	// which must accept an image. Empty: there are none.
+	VerifiersDir string `toml:"verifiers_dir"`
+	// VerdictLifetime is how long an image that was accepted is not verified again.
+	VerdictLifetime Duration `toml:"verdict_lifetime"`
 }
 
 // Limits bound what a checkpoint image or the sum of them may take.
@@ -170,6 +185,7 @@ func Default() *Config {
 			MetadataTimeout: Duration(15 * time.Second),
 			StallTimeout:    Duration(10 * time.Second),
 		},
+		Trust: Trust{Repositories: []string{}, VerdictLifetime: Duration(time.Minute)},
 		Limits: Limits{
 			ParallelFetches:   8,
 			RequestSize:       2 << 20,
@@ -272,6 +288,9 @@ func (c *Config) finish() error {
 			return fmt.Errorf("%s is %q: an absolute path is needed", p.key, p.value)
 		}
 	}
+	if d := c.Trust.VerifiersDir; d != "" && !filepath.IsAbs(d) {
+		return fmt.Errorf("trust.verifiers_dir is %q: an absolute path is needed", d)
+	}
 	if !slices.Contains(Policies(), c.Policy) {
 		return fmt.Errorf("policy is %q: use one of %s", c.Policy, strings.Join(Policies(), ", "))
 	}
@@ -292,6 +311,7 @@ func (c *Config) finish() error {
 		{"background.bytes_per_second", int64(c.Background.BytesPerSecond), 0, 1 << 60},
 		{"background.delay", int64(c.Background.Delay), 0, int64(24 * time.Hour)},
 		{"background.quiet", int64(c.Background.Quiet), 0, int64(time.Hour)},
+		{"trust.verdict_lifetime", int64(c.Trust.VerdictLifetime), 0, int64(24 * time.Hour)},
 		{"registry.timeout", int64(c.Registry.Timeout), int64(time.Second), int64(time.Hour)},
 		{"registry.metadata_timeout", int64(c.Registry.MetadataTimeout), int64(time.Second), int64(time.Hour)},
 		{"registry.stall_timeout", int64(c.Registry.StallTimeout), int64(100 * time.Millisecond), int64(time.Hour)},

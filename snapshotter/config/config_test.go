@@ -5,6 +5,7 @@ package config
 import (
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 	"time"
@@ -50,6 +51,9 @@ func TestRefused(t *testing.T) {
 		"[limits]\nparallel_fetches = 0":        "limits.parallel_fetches is 0",
 		"[limits]\nmax_memory = \"9999999TiB\"": "size",
 		"[registry]\ntimeout = \"soon\"":        "duration",
+		"[trust]\nverifiers_dir = \"bin\"":      "trust.verifiers_dir is \"bin\": an absolute path",
+		"[trust]\nverdict_lifetime = \"-1s\"":   "trust.verdict_lifetime",
+		"[trust]\nrepository = [\"a\"]":         "unknown key trust.repository",
 		"state_dir = ":                          "line 1",
 	} {
 		_, err := Parse([]byte(in))
@@ -86,7 +90,7 @@ func TestRoundTrip(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if *got != *want {
+	if !reflect.DeepEqual(got, want) {
 		t.Fatalf("got %+v, want %+v", got, want)
 	}
 }

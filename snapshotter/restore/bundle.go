@@ -12,7 +12,9 @@ import (
 	"strings"
 
 	"github.com/containerd/errdefs"
+	"github.com/distribution/reference"
 	"github.com/opencontainers/go-digest"
+	v1 "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
@@ -72,8 +74,8 @@ func readSpec(bundle string) (*specs.Spec, error) {
 // wish is what a container's spec says about its restore.
 type wish struct {
 	sandbox  bool
-	image    string        // empty: see the container's record
-	index    digest.Digest // what the image name stands for
+	image    string        // as containerd's image store names it; empty: see the container's record
+	target   v1.Descriptor // what the image name stands for
 	required bool
 	policy   string
 	record   bool // its working set, as if nothing were known of it
@@ -84,7 +86,7 @@ func wishOf(spec *specs.Spec, policy string) (wish, error) {
 	a := spec.Annotations
 	w := wish{
 		sandbox: a[criContainerType] == criSandbox,
-		image:   a[criImageName],
+		image:   storeName(a[criImageName]),
 		policy:  policy,
 	}
 	if w.sandbox {
@@ -114,6 +116,19 @@ func wishOf(spec *specs.Spec, policy string) (wish, error) {
 		w.policy = v
 	}
 	return w, nil
+}
+
+// storeName is the name under which CRI keeps the image that a pod names: whole, and without
+// the tag if there is a digest. Image IDs stay as they are.
+func storeName(image string) string {
+	if digest.Digest(image).Validate() == nil {
+		return image
+	}
+	named, err := reference.ParseDockerRef(image)
+	if err != nil {
+		return image
+	}
+	return named.String()
 }
 
 // checkPIDNamespace refuses containers that share a PID namespace: the processes

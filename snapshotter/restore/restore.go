@@ -37,6 +37,7 @@ import (
 	"thaw.dev/thaw/snapshotter/config"
 	"thaw.dev/thaw/snapshotter/pageindex"
 	"thaw.dev/thaw/snapshotter/pagestore"
+	"thaw.dev/thaw/snapshotter/policy"
 	"thaw.dev/thaw/snapshotter/registry"
 	"thaw.dev/thaw/snapshotter/workingset"
 )
@@ -62,6 +63,8 @@ type Options struct {
 	Policy             string
 	// FillDelay is how long after a container runs its blobs are filled.
 	FillDelay time.Duration
+	// Trust decides which images may be restored.
+	Trust *policy.Policy
 	// CheckCRIU returns nil if the node's CRIU can restore lazily.
 	CheckCRIU func(context.Context) error
 	// Admit returns nil if the images in a folder may be restored as a container
@@ -189,7 +192,7 @@ func (m *Manager) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.Pr
 	}
 	var r *restored
 	if err = unable; err == nil {
-		r, err = m.prepare(ctx, req, spec, &w, manifest)
+		r, err = m.prepareVerified(ctx, req, spec, &w, manifest)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("restore of %s: %w", w.image, classed(err))
@@ -235,12 +238,17 @@ func (m *Manager) resolve(ctx context.Context, req *api.PrepareRequest, w *wish)
 	if err != nil {
 		return v1.Descriptor{}, err
 	}
-	w.index = target.Digest
-	return m.find(ctx, req.GetNamespace(), w.image, target, none)
+	w.target = target
+	desc, err := m.find(ctx, req.GetNamespace(), w.image, target, none)
+	if err == nil {
+		err = m.opts.Trust.Admits(w.image, target.Digest)
+	}
+	return desc, err
 }
 
-// prepare makes a restore. Everything that it takes is given back on error.
-func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *specs.Spec, w *wish, manifest v1.Descriptor) (_ *restored, err error) {
+// prepare makes a restore that is known once verdict returns nil. Everything that it
+// takes is given back on error.
+func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *specs.Spec, w *wish, manifest v1.Descriptor, verdict func() error) (_ *restored, err error) {
 	if err := checkPIDNamespace(spec); err != nil {
 		return nil, err
 	}
@@ -260,13 +268,16 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 	span := trace.SpanFromContext(ctx)
 	if w.record {
 		r.expects = nil
-	} else if err := m.background(func() { m.prefetch(trace.ContextWithSpan(r.ctx, span), r, w.index) }); err != nil {
+	} else if err := m.background(func() { m.prefetch(trace.ContextWithSpan(r.ctx, span), r, w.target.Digest) }); err != nil {
 		return nil, err
 	}
 	if r.layout, err = m.layouts.acquire(ctx, r.repo.Repository, manifest); err != nil {
 		return nil, err
 	}
 	if err := m.admit(ctx, r, "", spec); err != nil {
+		return nil, err
+	}
+	if err := verdict(); err != nil {
 		return nil, err
 	}
 	if err := m.take(r); err != nil {
