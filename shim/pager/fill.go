@@ -4,6 +4,7 @@ package pager
 
 import (
 	"fmt"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -223,6 +224,44 @@ func (p *Pager) readAhead(blob int32, chunk int) {
 	if len(list) > 0 {
 		p.fetches.ask(request{uint32(blob), list, Ahead})
 	}
+}
+
+// fillSome does one step of the background filling.
+func (p *Pager) fillSome() error {
+	l := &p.loop
+	l.stalled = false
+	if l.restored && len(l.ahead.ready) > 0 {
+		return p.fillExpected()
+	}
+	if !l.filling() || l.paused || time.Now().Before(l.holdOff) {
+		return nil
+	}
+	for _, s := range l.spaces {
+		if s.parent != nil {
+			continue // not followed yet
+		}
+		more, err := p.fillNext(s)
+		switch err {
+		case nil:
+		case unix.ESRCH:
+			p.drop(s)
+			return nil
+		case unix.EAGAIN, unix.ENOMEM: // at the limit the program comes first
+			l.stalled = true
+			if err == unix.ENOMEM {
+				l.spins = maxSpins
+			}
+			return p.drain(s)
+		default:
+			return err
+		}
+		p.letGoIfComplete(s)
+		if more {
+			return nil
+		}
+	}
+	l.paused = true
+	return nil
 }
 
 // fillNext fills a piece of what an address space wants, in the background. It
