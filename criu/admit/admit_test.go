@@ -247,7 +247,7 @@ func TestRefuses(t *testing.T) {
 		"host mount namespace":     {func(d *dump, _ *specs.Spec) { d.ids.MntNsId = proto.Uint32(1) }, "mount namespace: the checkpoint has the host's"},
 		"host IPC":                 {func(d *dump, _ *specs.Spec) { d.ids.IpcNsId = proto.Uint32(1) }, "IPC namespace: the checkpoint has the host's"},
 		"own network":              {func(d *dump, _ *specs.Spec) { d.netns.ExtKey = nil }, "one that it brings along"},
-		"network of another key":   {func(d *dump, _ *specs.Spec) { d.netns.ExtKey = proto.String("other") }, "one that it brings along"},
+		"network of another key":   {func(d *dump, _ *specs.Spec) { d.netns.ExtKey = proto.String("other") }, "one of the name other"},
 		"network not dumped":       {func(d *dump, _ *specs.Spec) { d.netns = nil }, "one that it brings along"},
 		"host network now":         {func(_ *dump, s *specs.Spec) { s.Linux.Namespaces = s.Linux.Namespaces[:4] }, "restore in a pod without hostNetwork"},
 		"host network then":        {func(d *dump, _ *specs.Spec) { d.ids.NetNsId, d.netns = proto.Uint32(1), nil }, "network namespace: the checkpoint has the host's"},
@@ -358,8 +358,8 @@ func TestRefuses(t *testing.T) {
 
 		// memory
 		"lazy pages in a file's memory": {func(d *dump, _ *specs.Spec) { d.ranges[0].Flags = proto.Uint32(6) }, "no memory that is filled lazily"},
-		"lazy pages in no memory":       {func(d *dump, _ *specs.Spec) { d.ranges[1].Vaddr = proto.Uint64(0x30000) }, "no memory that is filled lazily"},
-		"lazy pages over the end":       {func(d *dump, _ *specs.Spec) { d.ranges[1].NrPages, d.pages = proto.Uint32(5), 6 }, "lazy pages at 0x24000"},
+		"lazy pages in no memory":       {func(d *dump, _ *specs.Spec) { d.ranges[1].Vaddr = proto.Uint64(0x30000) }, "pages at 0x30000, in no memory"},
+		"lazy pages over the end":       {func(d *dump, _ *specs.Spec) { d.ranges[1].NrPages, d.pages = proto.Uint32(5), 6 }, "pages at 0x24000, in no memory"},
 		"pages of an earlier dump":      {func(d *dump, _ *specs.Spec) { d.ranges = []*pagemap.PagemapEntry{pagesAt(0x10000, 1, 1)} }, "earlier dump"},
 		"short pages file":              {func(d *dump, _ *specs.Spec) { d.pages = 2 }, "pages-1.img has 8192 bytes"},
 		"pagemap of nobody":             {func(d *dump, _ *specs.Spec) { d.extra["pagemap-9.img"] = pagemapOf(t, 9) }, "pagemap-9.img belongs to no process"},

@@ -15,7 +15,7 @@ import (
 )
 
 // Bounds of the content of all tmpfs mounts together. CRIU unpacks them into
-// memory.
+// memory, which counts as the container's.
 const (
 	maxArchiveSize    = 4 << 30
 	maxArchiveEntries = 1 << 20
@@ -25,18 +25,23 @@ const (
 // unpack as root.
 func (c *check) archives() error {
 	budget := int64(maxArchiveSize)
+	if r := c.spec.Linux.Resources; r != nil && r.Memory != nil && r.Memory.Limit != nil && *r.Memory.Limit > 0 {
+		budget = min(budget, *r.Memory.Limit)
+	}
+	most := budget
 	for _, f := range c.dir.Files() {
 		if f.Kind != image.Archive {
 			continue
 		}
-		if err := c.archive(f.Name, &budget); err != nil {
+		if err := c.archive(f.Name, &budget, most); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (c *check) archive(file string, budget *int64) error {
+// archive checks one archive. What it unpacks to is taken from the budget, which was most at first.
+func (c *check) archive(file string, budget *int64, most int64) error {
 	f, err := c.dir.Open(file)
 	if err != nil {
 		return err
@@ -58,7 +63,7 @@ func (c *check) archive(file string, budget *int64) error {
 			break
 		}
 		if limited.N == 0 || entries == maxArchiveEntries {
-			return fmt.Errorf("%w: tmpfs archives unpack to more than %d bytes or %d files", image.ErrFormat, int64(maxArchiveSize), maxArchiveEntries)
+			return fmt.Errorf("%w: tmpfs archives unpack to more than %d bytes or %d files", image.ErrFormat, most, maxArchiveEntries)
 		}
 		if err != nil {
 			return damaged(err)

@@ -31,6 +31,7 @@ const (
 	capNetAdmin       = 12
 	capNetRaw         = 13
 	capSysNice        = 23
+	capWakeAlarm      = 35
 	capAuditRead      = 37
 )
 

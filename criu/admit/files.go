@@ -57,6 +57,9 @@ func (c *check) file(f *image.OpenFile) {
 		c.refuse(Difference{Field: "owner of an open file", Image: fmt.Sprintf("uid %d and %d", o.UID, o.EUID), Spec: fmt.Sprint(c.spec.Process.User.UID), Remedy: "restore in a pod with the checkpoint's user"})
 	}
 	c.anySocket(f)
+	if alarm := f.Clock == unix.CLOCK_REALTIME_ALARM || f.Clock == unix.CLOCK_BOOTTIME_ALARM; alarm && c.grants().bounding&(1<<capWakeAlarm) == 0 {
+		c.refuse(Difference{Field: "open file", Image: "a timerfd that wakes the node", Spec: "no CAP_WAKE_ALARM", Remedy: "close it before the checkpoint"})
+	}
 	c.watched(f.Watches)
 	switch {
 	case f.Regular != nil:

@@ -45,23 +45,26 @@ func (c *check) memory() error {
 		if t == nil {
 			return fmt.Errorf("%w: pagemap-%d.img belongs to no process", image.ErrFormat, p.ID)
 		}
-		if err := lazyFits(p, t.Memory.Areas); err != nil {
+		if err := fits(p, t.Memory.Areas); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// lazyFits checks that the lazy ranges lie in areas that are filled lazily. Both
-// lists ascend.
-func lazyFits(p *image.Pagemap, areas []image.Area) error {
+// fits checks that all ranges lie in areas, and lazy ones in areas that are filled
+// lazily. Both lists ascend.
+func fits(p *image.Pagemap, areas []image.Area) error {
 	i := 0
-	for r := range p.Lazy() {
+	for _, r := range p.Ranges {
 		for at := r.Start; at < r.End(); {
 			for i < len(areas) && (areas[i].End <= at || areas[i].Status&image.AreaGuard != 0) {
 				i++
 			}
-			if i == len(areas) || areas[i].Start > at || !areas[i].Lazy() {
+			if i == len(areas) || areas[i].Start > at {
+				return fmt.Errorf("%w: process %d has pages at %#x, in no memory", image.ErrFormat, p.ID, at)
+			}
+			if r.Lazy && !areas[i].Lazy() {
 				return fmt.Errorf("%w: process %d has lazy pages at %#x, in no memory that is filled lazily", image.ErrFormat, p.ID, at)
 			}
 			at = min(areas[i].End, r.End())

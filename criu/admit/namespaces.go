@@ -113,7 +113,11 @@ func (c *check) netNamespace(ids, host image.IDs) error {
 		if ok {
 			c.refuse(Difference{Field: "network namespace", Image: "the host's", Spec: "the pod's", Remedy: "make the checkpoint from a pod without hostNetwork, or restore in one with it"})
 		}
-	case !dumped || key != netKey:
+	case dumped && key != netKey && key != "":
+		c.refuse(Difference{
+			Field: "network namespace", Image: "one of the name " + quote(key), Spec: "the pod's", Remedy: "make the checkpoint with runc, from a container in a pod",
+		})
+	case !dumped || key == "":
 		c.refuse(Difference{
 			Field: "network namespace", Image: "one that it brings along", Spec: "the pod's", Remedy: "make the checkpoint from a container in a pod, whose network the runtime sets up",
 		})

@@ -14,8 +14,8 @@ import (
 
 const (
 	// maxFiles bounds the files in a directory of images: about ten for each
-	// process and two for each of its threads.
-	maxFiles = 1 << 18
+	// process and one for each of its threads.
+	maxFiles = 1 << 16
 	// maxMetadata bounds in bytes each file that is read into memory, should it
 	// have grown since it was listed.
 	maxMetadata = maxPagemaps

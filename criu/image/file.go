@@ -74,6 +74,7 @@ type OpenFile struct {
 	Unix    *Unix    // of UnixSocket, else nil
 	Netlink *NetlinkSocket
 	Watches []Watch // of Inotify
+	Clock   uint32  // of TimerFD, as in timerfd_create(2)
 }
 
 // Owner is who gets the signals of a file.
@@ -196,6 +197,8 @@ func openFile(e *fdinfo.FileEntry) (OpenFile, error) {
 		f.Netlink = netlinkSocket(s)
 	case Inotify:
 		f.Watches = watches(e.GetIfy())
+	case TimerFD:
+		f.Clock = e.GetTfd().GetClockid()
 	}
 	return f, nil
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strings"
 
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -124,7 +125,8 @@ func (f *frames) decode(m proto.Message) error {
 		return f.errorf("message %d is damaged, or holds more than %d parts", f.n-1, maxNested)
 	}
 	if err := (proto.UnmarshalOptions{AllowPartial: true, RecursionLimit: maxDepth}).Unmarshal(p, m); err != nil {
-		return f.errorf("message %d: %v", f.n-1, err)
+		// The library says so with a space that is none, to keep others from reading it.
+		return f.errorf("message %d: %s", f.n-1, strings.TrimSpace(strings.TrimPrefix(err.Error(), "proto:")))
 	}
 	if u := unknownFields(m.ProtoReflect(), nil); len(u) > 0 {
 		return f.errorf("has %s, which this thaw does not know: it was written by a newer CRIU, use a newer thaw", u[0])

@@ -21,7 +21,7 @@ import (
 
 const (
 	// maxStateFiles bounds the files in a state.
-	maxStateFiles = 1 << 18
+	maxStateFiles = 1 << 16
 	// maxWindow bounds the memory that decompressing a state takes.
 	maxWindow = 64 << 20
 
@@ -46,17 +46,19 @@ func unpackState(in io.Reader, root *os.Root, limit int64) error {
 			return fmt.Errorf("state: %w", err)
 		}
 	}
-	content := &decompressed{z}
+	content := &decompressed{z: z}
 	t := tar.NewReader(content)
 	var budget image.Budget
+	last := ""
 	for files := 0; ; files++ {
 		h, err := t.Next()
 		if errors.Is(err, io.EOF) {
 			return atEnd(content)
 		}
 		if err != nil {
-			return fmt.Errorf("%w: state: %w", checkpoint.ErrFormat, err)
+			return fmt.Errorf("%w: state, behind %.80q: %w", checkpoint.ErrFormat, last, err)
 		}
+		last = h.Name
 		if files >= maxStateFiles {
 			return fmt.Errorf("%w: state has more than %d files", checkpoint.ErrFormat, maxStateFiles)
 		}
@@ -67,18 +69,24 @@ func unpackState(in io.Reader, root *os.Root, limit int64) error {
 			return fmt.Errorf("%w: state: %w", checkpoint.ErrFormat, err)
 		}
 		if err := unpackFile(h, t, root); err != nil {
+			if content.failed != nil || errors.Is(err, tar.ErrHeader) || errors.Is(err, io.ErrUnexpectedEOF) {
+				err = fmt.Errorf("%w: state, in %.80q: %w", checkpoint.ErrFormat, h.Name, err)
+			}
 			return err
 		}
 	}
 }
 
-// decompressed is what a state decompresses to. Its errors are the state's fault.
-type decompressed struct{ z *zstd.Decoder }
+// decompressed is what a state decompresses to. That it cannot be is the state's fault.
+type decompressed struct {
+	z      *zstd.Decoder
+	failed error
+}
 
 func (d *decompressed) Read(p []byte) (int, error) {
 	n, err := d.z.Read(p)
 	if err != nil && !errors.Is(err, io.EOF) {
-		err = fmt.Errorf("%w: state: %w", checkpoint.ErrFormat, err)
+		d.failed = err
 	}
 	return n, err
 }
@@ -91,14 +99,17 @@ func atEnd(in io.Reader) error {
 	buf := make([]byte, 32<<10)
 	for total := 0; ; {
 		n, err := in.Read(buf)
-		if total += n; total > maxPadding || len(bytes.Trim(buf[:n], "\x00")) > 0 {
-			return fmt.Errorf("%w: state goes on behind its end", checkpoint.ErrFormat)
+		if more := bytes.Trim(buf[:n], "\x00"); len(more) > 0 {
+			return fmt.Errorf("%w: state goes on behind its end: %.16q", checkpoint.ErrFormat, more)
+		}
+		if total += n; total > maxPadding {
+			return fmt.Errorf("%w: state has more than %d zeros behind its end", checkpoint.ErrFormat, maxPadding)
 		}
 		if errors.Is(err, io.EOF) {
 			return nil
 		}
 		if err != nil {
-			return err
+			return fmt.Errorf("%w: state, behind its end: %w", checkpoint.ErrFormat, err)
 		}
 	}
 }
@@ -138,13 +149,6 @@ func unpackFile(h *tar.Header, in io.Reader, root *os.Root) error {
 		return fmt.Errorf("state: %w", err)
 	}
 	_, err = io.Copy(f, in)
-	switch {
-	case errors.Is(err, checkpoint.ErrFormat):
-	case errors.Is(err, tar.ErrHeader), errors.Is(err, io.ErrUnexpectedEOF):
-		err = fmt.Errorf("%w: state: %w", checkpoint.ErrFormat, err)
-	case err != nil:
-		err = fmt.Errorf("state: %w", err)
-	}
 	return errors.Join(err, f.Close())
 }
 
