@@ -13,8 +13,9 @@ import (
 	"net/http"
 	"net/url"
 	"strings"
+	"time"
 
-	"github.com/containerd/containerd/v2/core/remotes/docker"
+	remoteerrors "github.com/containerd/containerd/v2/core/remotes/errors"
 	"github.com/containerd/errdefs"
 
 	"thaw.dev/thaw/snapshotter/api"
@@ -38,6 +39,16 @@ type Error struct {
 	class     error // of errdefs
 	temporary bool
 	wrapped   error
+	// after is how long the host asked to wait.
+	after time.Duration
+	// oddity is an answer that no registry gives for long, but what is between may
+	// give once: it becomes final when it comes again.
+	oddity bool
+	// stale may be for what this node knows of the host, such as a token: the same
+	// request may succeed when that was read anew.
+	stale bool
+	// hasty is a last attempt that had little time: why the one before failed says more.
+	hasty bool
 }
 
 func (e *Error) Error() string {
@@ -74,19 +85,16 @@ func transportError(host string, err error) *Error {
 		rec  tls.RecordHeaderError
 	)
 	switch {
-	case errors.Is(err, errStalled):
-		e.Cause = errStalled.Error()
+	case errors.Is(err, errStalled), errors.Is(err, errSlow):
+		e.Remedy = "check the load of the registry and the network to it"
 	case errors.As(err, &cert):
-		e.temporary = false
+		e.temporary, e.stale = false, true
 		e.Remedy = "add the registry's CA to hosts.toml in containerd's certs.d"
 	case errors.As(err, &rec):
 		e.temporary = false
 		e.Remedy = "the host does not speak TLS: give it an http:// server in hosts.toml in containerd's certs.d"
 	case errors.As(err, &dns):
 		e.Remedy = "check the node's name resolution and the image's name"
-	case errors.Is(err, docker.ErrInvalidAuthorization):
-		e.class, e.temporary = errdefs.ErrUnauthenticated, false
-		e.Remedy = remedyCredentials
 	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 	default:
 		e.Remedy = "check that the registry runs and that the node reaches it"
@@ -94,12 +102,47 @@ func transportError(host string, err error) *Error {
 	return e
 }
 
-const remedyCredentials = "check the node's credentials for it: docker_config in thaw's configuration"
+// tokenError classes an error of an authorizer, which goes on to give the same
+// error whatever its reason was.
+func tokenError(host string, err error) *Error {
+	e := transportError(host, err)
+	e.stale = true
+	if st, ok := errors.AsType[remoteerrors.ErrUnexpectedStatus](err); ok {
+		e.Cause = fmt.Sprintf("the token server answered HTTP status %d %s", st.StatusCode, http.StatusText(st.StatusCode))
+		e.temporary, e.Remedy = passing(st.StatusCode), remedyTrouble
+		if !e.temporary {
+			e.class, e.Remedy = errdefs.ErrUnauthenticated, remedyCredentials
+		}
+		return e
+	}
+	e.Cause = "no token: " + e.Cause
+	return e
+}
+
+// passing reports whether a status may be another one soon.
+func passing(status int) bool {
+	switch status {
+	case http.StatusTooManyRequests, http.StatusRequestTimeout, http.StatusTooEarly:
+		return true
+	}
+	return status >= 500
+}
+
+const (
+	remedyCredentials = "check the node's credentials for it: docker_config in thaw's configuration"
+	remedyTrouble     = "look at the registry's log, or name a mirror in hosts.toml in containerd's certs.d"
+)
 
 // statusError classes a response that is no success. It reads and closes the body.
 func statusError(host string, resp *http.Response) *Error {
 	code := errorCode(resp)
-	e := &Error{Host: host, Status: resp.StatusCode, Cause: fmt.Sprintf("HTTP status %d %s%s", resp.StatusCode, http.StatusText(resp.StatusCode), code)}
+	e := &Error{
+		Host: host, Status: resp.StatusCode, temporary: passing(resp.StatusCode), Remedy: remedyTrouble,
+		Cause: fmt.Sprintf("HTTP status %d %s%s", resp.StatusCode, http.StatusText(resp.StatusCode), code),
+	}
+	if e.temporary {
+		e.after = parseRetryAfter(resp.Header.Get("Retry-After"))
+	}
 	switch s := resp.StatusCode; {
 	case s == http.StatusUnauthorized:
 		e.class, e.Remedy = errdefs.ErrUnauthenticated, remedyCredentials
@@ -110,11 +153,24 @@ func statusError(host string, resp *http.Response) *Error {
 	case s == http.StatusRequestedRangeNotSatisfiable:
 		e.class, e.Remedy = errdefs.ErrDataLoss, "push the checkpoint image again: the registry's copy is shorter than it should be"
 	case s == http.StatusTooManyRequests:
-		e.class, e.temporary, e.Remedy = errdefs.ErrResourceExhausted, true, "the registry limits requests: use credentials with a higher limit, or a mirror"
-	case s >= 500, s == http.StatusRequestTimeout, s == http.StatusTooEarly:
-		e.class, e.temporary = errdefs.ErrUnavailable, true
+		e.class, e.Remedy = errdefs.ErrResourceExhausted, "the registry limits requests: use credentials with a higher limit, or a mirror"
+	case e.temporary:
+		e.class = errdefs.ErrUnavailable
 	default:
 		e.class = errdefs.ErrUnknown
+	}
+	return e
+}
+
+// storageError classes an answer of the storage that a host redirected to.
+func storageError(host string, resp *http.Response) *Error {
+	e := statusError(host, resp)
+	e.Cause += " from the storage that it redirects to"
+	switch e.Status {
+	case http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden:
+		// So stores refuse a signed address that has expired. The next one may not have.
+		e.class, e.temporary = errdefs.ErrUnavailable, true
+		e.Remedy = "check the registry's clock, and its credentials for the storage"
 	}
 	return e
 }
@@ -142,7 +198,10 @@ func errorCode(resp *http.Response) string {
 
 // wrong is an answer that breaks the protocol or is not what was asked for.
 func wrong(host, format string, args ...any) *Error {
-	return &Error{Host: host, Status: http.StatusOK, class: errdefs.ErrDataLoss, Cause: fmt.Sprintf(format, args...)}
+	return &Error{
+		Host: host, Status: http.StatusOK, class: errdefs.ErrDataLoss, oddity: true,
+		Cause: fmt.Sprintf(format, args...), Remedy: "look for a proxy that changes what the registry answers",
+	}
 }
 
 // failure joins what all hosts answered.

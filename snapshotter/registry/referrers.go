@@ -28,7 +28,7 @@ const maxReferrers = 4 << 20
 // The list is the registry's word. What a descriptor names is verified when it is
 // read with Manifest.
 func (r *Repository) Referrers(ctx context.Context, subject digest.Digest, artifactType string) ([]v1.Descriptor, error) {
-	hosts, err := r.pullHosts(false)
+	set, err := r.pullHosts()
 	if err != nil {
 		return nil, err
 	}
@@ -37,7 +37,7 @@ func (r *Repository) Referrers(ctx context.Context, subject digest.Digest, artif
 		return nil, err
 	}
 	var errs []*Error
-	for _, host := range hosts {
+	for _, host := range set.hosts {
 		list, lerr := r.referrers(ctx, host, subject, artifactType)
 		if len(list) > 0 {
 			return list, nil
@@ -55,7 +55,7 @@ func (r *Repository) Referrers(ctx context.Context, subject digest.Digest, artif
 	return nil, nil
 }
 
-func (r *Repository) referrers(ctx context.Context, host docker.RegistryHost, subject digest.Digest, artifactType string) ([]v1.Descriptor, *Error) {
+func (r *Repository) referrers(ctx context.Context, host *host, subject digest.Digest, artifactType string) ([]v1.Descriptor, *Error) {
 	list, err := r.list(ctx, host, "referrers", subject.String(), url.Values{"artifactType": {artifactType}})
 	if err != nil && (errdefs.IsNotFound(err) || err.Status == http.StatusBadRequest || err.Status == http.StatusMethodNotAllowed) {
 		// The tag schema: the digest with a dash for the colon.
@@ -77,10 +77,9 @@ func (r *Repository) referrers(ctx context.Context, host docker.RegistryHost, su
 }
 
 // list reads an index that is not known by its digest.
-func (r *Repository) list(ctx context.Context, host docker.RegistryHost, kind, name string, query url.Values) (*v1.Index, *Error) {
+func (r *Repository) list(ctx context.Context, host *host, kind, name string, query url.Values) (*v1.Index, *Error) {
 	// The name stands where others have a digest; there is no other difference.
 	rd := &Reader{repo: r, kind: kind, rg: Range{Digest: digest.Digest(name)}, query: query, ctx: ctx}
-	rd.setHosts([]docker.RegistryHost{host})
 	resp, err := rd.ask(ctx, host)
 	if err != nil {
 		return nil, err

@@ -9,6 +9,9 @@
 // the storage that a registry redirected to. It ends when no progress was made
 // for the client's timeout, or when every host has refused for good. Errors are
 // of an errdefs class and name host, status and remedy in one line, never a URL.
+//
+// A Reader (fetch.go) asks hosts (hostset.go) in attempts (attempt.go), whose
+// answers are checked (answer.go); an Error (error.go) is why one failed.
 package registry
 
 import (
@@ -16,8 +19,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"net/http"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -33,7 +34,8 @@ import (
 type Options struct {
 	// Hosts returns the hosts of a registry, mirrors first.
 	Hosts docker.RegistryHosts
-	// Timeout is how long a fetch of a range goes on trying without progress.
+	// Timeout is how long a fetch of a range goes on trying without progress, which
+	// is 64 KiB or what is left of the range.
 	Timeout time.Duration
 	// WholeTimeout is the same for whole blobs and manifests: someone waits for
 	// an answer then, not a process for its memory. 0 means Timeout.
@@ -72,19 +74,12 @@ type Repository struct {
 	requests atomic.Int64
 	bytes    atomic.Int64
 
-	mu    sync.Mutex
-	hosts []docker.RegistryHost
+	hosts atomic.Pointer[hostSet] // replaced under mu; nil only until Client.Repository returns
+
+	mu sync.Mutex
 	// redirects are where blobs were found, by digest, until that fails.
 	redirects map[digest.Digest]redirect
 }
-
-type redirect struct {
-	host string // the registry host that redirected
-	url  string // secret: it may be signed
-}
-
-// maxRedirects bounds how many redirects are remembered.
-const maxRedirects = 1024
 
 // Stats count what a Repository has asked of the network.
 type Stats struct {
@@ -105,7 +100,7 @@ func (c *Client) Repository(ref string) (*Repository, error) {
 	if r.name == "" || r.name == "/" {
 		return nil, fmt.Errorf("image reference %.200q names no repository: %w", ref, errdefs.ErrInvalidArgument)
 	}
-	if _, err := r.pullHosts(false); err != nil {
+	if _, err := r.pullHosts(); err != nil {
 		return nil, err
 	}
 	return r, nil
@@ -113,16 +108,8 @@ func (c *Client) Repository(ref string) (*Repository, error) {
 
 // Close drops the repository's idle connections.
 func (r *Repository) Close() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	closeIdle(r.hosts)
-}
-
-func closeIdle(hosts []docker.RegistryHost) {
-	for _, h := range hosts {
-		if h.Client != nil {
-			h.Client.CloseIdleConnections()
-		}
+	if set := r.hosts.Load(); set != nil {
+		set.closeIdle()
 	}
 }
 
@@ -137,29 +124,6 @@ func (r *Repository) count(requests, bytes int64) {
 	if f := r.client.opts.Observe; f != nil {
 		f(requests, bytes)
 	}
-}
-
-// pullHosts returns the hosts that may be pulled from, read from the node's
-// configuration anew if asked to: with that, tokens are forgotten too.
-func (r *Repository) pullHosts(renew bool) ([]docker.RegistryHost, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.hosts != nil && !renew {
-		return r.hosts, nil
-	}
-	all, err := r.client.opts.Hosts(r.ref.Hostname())
-	if err != nil {
-		return nil, fmt.Errorf("registry configuration for %s: %w", r.ref.Hostname(), err)
-	}
-	hosts := slices.DeleteFunc(slices.Clone(all), func(h docker.RegistryHost) bool {
-		return !h.Capabilities.Has(docker.HostCapabilityPull)
-	})
-	if len(hosts) == 0 {
-		return nil, failure("content of "+r.ref.Locator, nil)
-	}
-	closeIdle(r.hosts)
-	r.hosts = hosts
-	return hosts, nil
 }
 
 // Manifest returns a manifest or index. Its digest was verified.
@@ -271,31 +235,4 @@ func describe(kind string, d digest.Digest) string {
 	return "blob " + name
 }
 
-// storedRedirect returns where a host redirected a blob's request to before.
-func (r *Repository) storedRedirect(d digest.Digest, host string) string {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if at := r.redirects[d]; at.host == host {
-		return at.url
-	}
-	return ""
-}
-
-func (r *Repository) storeRedirect(d digest.Digest, host, url string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if url == "" {
-		delete(r.redirects, d)
-		return
-	}
-	if len(r.redirects) >= maxRedirects {
-		clear(r.redirects)
-	}
-	r.redirects[d] = redirect{host: host, url: url}
-}
-
 var _ io.ReadCloser = (*Reader)(nil)
-
-func isSuccess(status int) bool {
-	return status == http.StatusOK || status == http.StatusPartialContent
-}

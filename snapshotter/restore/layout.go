@@ -327,6 +327,11 @@ func (s *layouts) layIndex(ctx context.Context, repo *registry.Repository, img *
 	if err := checkBlobs(l.index, img); err != nil {
 		return err
 	}
+	for i := range l.index.Blobs { // better now than when a process waits for a page
+		if err := repo.CheckRanges(l.index.Blobs[i].Size()); err != nil {
+			return err
+		}
+	}
 	if n := totalPages(l.index); n > uint64(s.limits.MaxMemory)/pageindex.PageSize {
 		return fmt.Errorf("the checkpoint has %d bytes of memory, limits.max_memory allows %d: %w", min(n, 1<<52)*pageindex.PageSize, s.limits.MaxMemory, errdefs.ErrResourceExhausted)
 	}
