@@ -151,7 +151,9 @@ func untar(compressed []byte) ([]Entry, error) {
 		if err != nil {
 			return nil, err
 		}
-		out = append(out, Regular(h.Name, p))
+		if h.Typeflag == tar.TypeReg { // not the folder in an archive for convert
+			out = append(out, Regular(h.Name, p))
+		}
 	}
 }
 

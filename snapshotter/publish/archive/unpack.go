@@ -22,7 +22,7 @@ import (
 const (
 	defaultMaxSize = 1 << 40
 	// maxEntries bounds the entries of an archive.
-	maxEntries = 1 << 18
+	maxEntries = 1 << 16
 	// reserve is left free on the disk that is unpacked to, in bytes.
 	reserve = 64 << 20
 )
@@ -59,13 +59,14 @@ func unpack(ctx context.Context, r io.Reader, dir string, maxSize int64) error {
 		if err != nil {
 			return err
 		}
+		// What is not needed counts too: it must be decompressed to find what is behind it.
+		if h.Size > maxSize {
+			return fmt.Errorf("%w: it unpacks to more than allowed: with %d bytes, %.100q is more than allowed", ErrFormat, h.Size, h.Name)
+		}
+		maxSize -= h.Size
 		if name == "" {
 			continue
 		}
-		if h.Size > maxSize {
-			return fmt.Errorf("%w: it unpacks to more than allowed", ErrFormat)
-		}
-		maxSize -= h.Size
 		if err := room(dir, h.Size); err != nil {
 			return err
 		}
