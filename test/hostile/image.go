@@ -41,6 +41,7 @@ type Source struct {
 	index, manifest, config, pageIndex []byte
 	state                              []Entry
 	blobs                              [][]byte
+	runnable                           runnable
 }
 
 // Image is a copy of a good image that a trick changes: first what is in it, then, in the order of these fields, what
@@ -55,6 +56,8 @@ type Image struct {
 	RawManifest                           func([]byte) []byte
 	Index                                 func(x *v1.Index, at int) // at is the checkpoint's place
 	RawIndex                              func([]byte) []byte
+	// Labels are added to those of the image that a runtime pulls.
+	Labels map[string]string
 
 	// Tampered is what the registry answers in place of blobs: content by the blobs that it is of.
 	Tampered map[string]func([]byte) []byte
@@ -115,8 +118,10 @@ func Pull(ctx context.Context, ref string) (*Source, error) {
 		}
 		s.blobs = append(s.blobs, p)
 	}
-	s.state, err = untar(state)
-	return s, err
+	if s.state, err = untar(state); err != nil {
+		return nil, err
+	}
+	return s, s.pullRunnable(ctx, x, desc.Digest)
 }
 
 func (s *Source) blob(ctx context.Context, d v1.Descriptor) ([]byte, error) {
@@ -221,6 +226,11 @@ func (s *Source) Push(ctx context.Context, i *Image, tag string) (_ *Pushed, err
 	}
 	at := slices.IndexFunc(x.Manifests, func(d v1.Descriptor) bool { return d.Digest == found.Digest })
 	x.Manifests[at].Digest, x.Manifests[at].Size = digest.FromBytes(raw), int64(len(raw))
+	if len(i.Labels) > 0 {
+		if err := s.pushRunnable(ctx, x, i.Labels); err != nil {
+			return nil, err
+		}
+	}
 	if err := s.put(ctx, s.repo.Digest(digest.FromBytes(raw).String()), v1.MediaTypeImageManifest, raw); err != nil {
 		out.Answers[digest.FromBytes(raw)] = raw
 	}
