@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/containerd/cgroups/v3"
 	"github.com/containerd/errdefs"
@@ -18,15 +19,12 @@ import (
 
 const cgroupRoot = "/sys/fs/cgroup"
 
-// cgroupDirs returns the folders in which the kernel lists the processes of a
-// container, as runc will make them for the spec. runc puts criu itself there
-// before anything is restored, so that killing what these list ends a restore
-// at any moment of it. On cgroup v1 each controller has its own; those that
-// every distribution mounts are enough.
+// cgroupPath returns where a container's cgroup is in each hierarchy, as runc will
+// have it for the spec.
 //
 // A container that does not say which cgroup is its own is an error: nobody could
 // kill it when its memory cannot be served any more.
-func cgroupDirs(spec *specs.Spec, systemd bool) ([]string, error) {
+func cgroupPath(spec *specs.Spec, systemd bool) (string, error) {
 	var asked string
 	if spec.Linux != nil {
 		asked = spec.Linux.CgroupsPath
@@ -37,17 +35,77 @@ func cgroupDirs(spec *specs.Spec, systemd bool) ([]string, error) {
 	}
 	// runc takes a relative path for one below its own cgroup.
 	if !filepath.IsAbs(path) || filepath.Clean(path) == "/" {
-		return nil, fmt.Errorf("linux.cgroupsPath in the container's spec is %.100q: a restored container needs the absolute path of a cgroup of its own: %w", asked, errdefs.ErrInvalidArgument)
+		return "", fmt.Errorf("linux.cgroupsPath in the container's spec is %.100q: a restored container needs the absolute path of a cgroup of its own: %w", asked, errdefs.ErrInvalidArgument)
 	}
-	path = filepath.Clean(path)
+	return filepath.Clean(path), nil
+}
+
+// cgroupDirs returns the folders in which the kernel lists the processes of a
+// container with a cgroup path. runc puts criu itself there before anything is
+// restored, so that killing what these list ends a restore at any moment of it. On
+// cgroup v1 each controller has its own; those that every distribution mounts are
+// enough.
+func cgroupDirs(path string) (dirs []string) {
 	if cgroups.Mode() == cgroups.Unified {
-		return []string{filepath.Join(cgroupRoot, path)}, nil
+		return []string{filepath.Join(cgroupRoot, path)}
 	}
-	var dirs []string
 	for _, controller := range []string{"pids", "memory", "freezer"} {
 		dirs = append(dirs, filepath.Join(cgroupRoot, controller, path))
 	}
-	return dirs, nil
+	return dirs
+}
+
+const (
+	// A cgroup is still in use for a moment after its last process has died.
+	cgroupRetry   = 10 * time.Millisecond
+	cgroupRetries = 100
+)
+
+// removeCgroups removes the cgroups of a container that has no process any more. runc
+// does so unless it was killed while it restored: then it does not know of them.
+func removeCgroups(path string) error {
+	dirs, err := filepath.Glob(filepath.Join(cgroupRoot, "*"))
+	if err != nil {
+		return err
+	}
+	if cgroups.Mode() == cgroups.Unified {
+		dirs = []string{cgroupRoot}
+	}
+	var errs []error
+	for _, dir := range dirs {
+		if info, err := os.Lstat(dir); err == nil && info.IsDir() { // not co-mounted controllers again
+			errs = append(errs, removeCgroup(filepath.Join(dir, path)))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// removeCgroup removes a cgroup and all below it.
+func removeCgroup(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if e.IsDir() {
+			if err := removeCgroup(filepath.Join(dir, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	for range cgroupRetries {
+		if err = unix.Rmdir(dir); !errors.Is(err, unix.EBUSY) {
+			break
+		}
+		<-time.After(cgroupRetry)
+	}
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("remove cgroup %s: %w", dir, err)
+	}
+	return nil
 }
 
 // systemdPath expands runc's "slice:prefix:name" to the path of the scope below

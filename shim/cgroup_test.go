@@ -3,7 +3,8 @@
 package shim
 
 import (
-	"strings"
+	"os"
+	"path/filepath"
 	"testing"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -23,11 +24,11 @@ func TestSystemdPath(t *testing.T) {
 	}
 }
 
-func TestCgroupDirs(t *testing.T) {
+func TestCgroupPath(t *testing.T) {
 	for _, c := range []struct {
 		path    string
 		systemd bool
-		want    string // the end of each folder; "" for an error
+		want    string // "": an error
 	}{
 		{"/k8s.io/abc", false, "/k8s.io/abc"},
 		{"a.slice:cri:x", true, "/a.slice/cri-x.scope"},
@@ -37,17 +38,40 @@ func TestCgroupDirs(t *testing.T) {
 		{"/x/..", false, ""},
 		{"below-my-own", false, ""},
 	} {
-		dirs, err := cgroupDirs(&specs.Spec{Linux: &specs.Linux{CgroupsPath: c.path}}, c.systemd)
-		if (err != nil) != (c.want == "") || err == nil && len(dirs) == 0 {
-			t.Errorf("%q: %v, %v", c.path, dirs, err)
-		}
-		for _, d := range dirs {
-			if !strings.HasPrefix(d, cgroupRoot+"/") || !strings.HasSuffix(d, c.want) {
-				t.Errorf("%q: %s", c.path, d)
-			}
+		path, err := cgroupPath(&specs.Spec{Linux: &specs.Linux{CgroupsPath: c.path}}, c.systemd)
+		if path != c.want || (err != nil) != (c.want == "") {
+			t.Errorf("%q: %q, %v", c.path, path, err)
 		}
 	}
-	if _, err := cgroupDirs(&specs.Spec{}, false); err == nil {
+	if _, err := cgroupPath(&specs.Spec{}, false); err == nil {
 		t.Error("a spec without a linux section has a cgroup")
+	}
+}
+
+// TestRemoveCgroups removes cgroups from all hierarchies, with those in them, and nobody else's.
+func TestRemoveCgroups(t *testing.T) {
+	const path = "/thaw-shim-test/box"
+	dirs := cgroupDirs(path)
+	for _, dir := range dirs {
+		if err := os.MkdirAll(filepath.Join(dir, "child"), 0o700); err != nil {
+			t.Skipf("no cgroup can be made here: %v", err)
+		}
+		t.Cleanup(func() {
+			_ = os.Remove(filepath.Join(dir, "child"))
+			_ = os.Remove(dir)
+			if err := os.Remove(filepath.Dir(dir)); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	for range 2 {
+		if err := removeCgroups(path); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, dir := range dirs {
+		if _, err := os.Stat(dir); err == nil {
+			t.Errorf("%s is left", dir)
+		}
 	}
 }

@@ -4,11 +4,16 @@ package shim
 
 import (
 	"context"
+	"errors"
 	"io"
+	"os"
+	"path/filepath"
 
 	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
 	"github.com/containerd/containerd/api/types"
+	runcoptions "github.com/containerd/containerd/api/types/runc/options"
 	"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2/manager"
+	"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2/runc"
 	"github.com/containerd/containerd/v2/pkg/namespaces"
 	"github.com/containerd/containerd/v2/pkg/shim"
 	"github.com/containerd/log"
@@ -45,16 +50,30 @@ func (m runcManager) Info(ctx context.Context, options io.Reader) (*types.Runtim
 }
 
 // Stop runs in a process of its own after a shim has died or could not be
-// reached. The daemon has killed the container by then if memory was missing;
-// here the restore is ended so that nothing of it stays on the node.
+// reached. The container was killed by then if memory was missing; here the restore is
+// ended so that nothing of it stays on the node.
 func (m runcManager) Stop(ctx context.Context, id string) (shim.StopStatus, error) {
-	status, err := m.Shim.Stop(ctx, id)
-	ns, nsErr := namespaces.NamespaceRequired(ctx)
-	if nsErr != nil {
-		return status, err
+	ns, err := namespaces.NamespaceRequired(ctx)
+	if err != nil {
+		return shim.StopStatus{}, err
 	}
-	if rmErr := removeScratch(scratchDir(nodeAddress(), ns, id)); rmErr != nil {
-		log.G(ctx).WithError(rmErr).Warn("remove the restore's folder")
+	cwd, err := os.Getwd() // containerd starts this in the folder of some bundle
+	if err != nil {
+		return shim.StopStatus{}, err
+	}
+	bundle := filepath.Join(filepath.Dir(cwd), id)
+	options, err := runc.ReadOptions(bundle)
+	if err != nil {
+		return shim.StopStatus{}, err
+	}
+	if err := removeCRIURoot(criuRoot(options, ns, id)); err != nil {
+		return shim.StopStatus{}, err
+	}
+	status, err := m.Shim.Stop(ctx, id)
+	if scratch := scratchDir(nodeAddress(), ns, id); exists(scratch) {
+		if rmErr := errors.Join(cleanCgroups(bundle, options), removeScratch(scratch)); rmErr != nil {
+			log.G(ctx).WithError(rmErr).Warn("clean up after a restore")
+		}
 	}
 	n := newNode(nodeAddress())
 	defer n.close()
@@ -67,4 +86,22 @@ func (m runcManager) Stop(ctx context.Context, id string) (shim.StopStatus, erro
 		log.G(ctx).WithError(relErr).Debug("restore not released")
 	}
 	return status, err
+}
+
+func exists(path string) bool {
+	_, err := os.Lstat(path)
+	return err == nil
+}
+
+// cleanCgroups removes the cgroups of a container whose restore a killed shim had begun.
+func cleanCgroups(bundle string, options *runcoptions.Options) error {
+	spec, err := readSpec(bundle)
+	if err != nil {
+		return err
+	}
+	path, err := cgroupPath(spec, options.GetSystemdCgroup())
+	if err != nil {
+		return err
+	}
+	return removeCgroups(path)
 }

@@ -22,6 +22,7 @@ import (
 	"thaw.dev/thaw/criu"
 	"thaw.dev/thaw/criu/criulog"
 	"thaw.dev/thaw/criu/lazypages"
+	"thaw.dev/thaw/shim/guard"
 	"thaw.dev/thaw/shim/headstart"
 	"thaw.dev/thaw/shim/pager"
 	"thaw.dev/thaw/snapshotter/api"
@@ -57,6 +58,7 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		c.oomScore = spec.Process.OOMScoreAdj
 	}
 	c.work, c.config = filepath.Join(c.dir, "work"), filepath.Join(c.dir, "criu.conf")
+	c.criuRoot = criuRoot(opts, ns, r.ID)
 	if name := spec.Annotations["io.kubernetes.cri.sandbox-name"]; name != "" {
 		c.pod = spec.Annotations["io.kubernetes.cri.sandbox-namespace"] + "/" + name
 	}
@@ -76,9 +78,10 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 	if c.rootfs, err = rootfsOf(r.Bundle, spec); err != nil {
 		return nil, err
 	}
-	if c.cgroups, err = cgroupDirs(spec, opts.SystemdCgroup); err != nil {
+	if c.cgroupPath, err = cgroupPath(spec, opts.SystemdCgroup); err != nil {
 		return nil, err
 	}
+	c.cgroups = cgroupDirs(c.cgroupPath)
 	// There is something only if a shim was killed and nobody cleaned up yet.
 	if err := removeScratch(c.dir); err != nil {
 		return nil, err
@@ -139,11 +142,14 @@ func (c *restored) listen(run context.Context) (err error) {
 	return nil
 }
 
-// page makes the fault handler and lets it serve.
+// page makes the fault handler, and its guard before it is given any memory, and lets
+// it serve.
 func (c *restored) page(ctx context.Context) {
 	defer close(c.paged)
-	c.pager, c.pagerErr = c.newPager()
-	if c.pagerErr != nil {
+	if c.guard, c.pagerErr = guard.Start(c.cgroups); c.pagerErr != nil {
+		return
+	}
+	if c.pager, c.pagerErr = c.newPager(); c.pagerErr != nil {
 		return
 	}
 	c.running.Go(func() { c.expect(ctx) })

@@ -31,6 +31,9 @@ func (c *restored) report(ctx context.Context) {
 			c.collect() // the first faults, which somebody waits for, are over
 			c.traceCRIU()
 		}
+		if status.State == "complete" {
+			c.guard.Stop() // no page is missing any more
+		}
 		c.record(ctx, status.State, false)
 		if last != nil && proto.Equal(last, status) {
 			continue

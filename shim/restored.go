@@ -18,6 +18,7 @@ import (
 	"thaw.dev/thaw/criu"
 	"thaw.dev/thaw/criu/criulog"
 	"thaw.dev/thaw/criu/lazypages"
+	"thaw.dev/thaw/shim/guard"
 	"thaw.dev/thaw/shim/headstart"
 	"thaw.dev/thaw/shim/pager"
 	"thaw.dev/thaw/snapshotter/api"
@@ -36,6 +37,7 @@ type restored struct {
 	work          string // CRIU's work directory: its socket and its log
 	config        string // CRIU's configuration file
 	rootfs        string // where the root filesystem is once the task is created
+	criuRoot      string // where CRIU finds it, while runc runs
 	prepared      *api.PrepareResponse
 	service       *service
 	pod           string // namespace/name, of CRI containers
@@ -45,10 +47,12 @@ type restored struct {
 	pagerErr    error
 	listener    *lazypages.Listener
 	keeper      *keeper.Client
+	guard       *guard.Guard
 	breakpoints *headstart.Breakpoints // until the restore is over
 	collect     func()                 // lets garbage be collected again
-	cgroups     []string               // where the kernel lists the container's processes
-	oomScore    *int                   // what the spec says
+	cgroupPath  string
+	cgroups     []string // where the kernel lists the container's processes
+	oomScore    *int     // what the spec says
 	started     time.Time
 
 	recording  recording // of report, and of close when that has ended
@@ -159,6 +163,11 @@ func (c *restored) restore(ctx context.Context, upstream func(context.Context) (
 	resp, err := upstream(ctx)
 	if err := errors.Join(<-moved, c.breakpoints.Close()); err != nil {
 		log.G(ctx).WithError(err).Debug("thaw: no head start")
+	}
+	if err != nil {
+		if err := removeCRIURoot(c.criuRoot); err != nil { // if runc was killed, as it is when the request ends
+			log.G(ctx).WithError(err).Error("thaw: clean up behind runc")
+		}
 	}
 	// The container has its own by now, or never will.
 	if err := premount.Remove(filepath.Join(c.dir, mountsDir)); err != nil {
@@ -271,7 +280,7 @@ func (c *restored) close(ctx context.Context) {
 	c.traceCRIU()
 	if killed != nil {
 		// Somebody may be left, who would read zeros where pages are missing. All
-		// stays as it is; when this process ends, the daemon tries to kill again.
+		// stays as it is; when this process ends, its guard and the daemon try to kill again.
 		return
 	}
 	if c.pager != nil {
@@ -281,6 +290,14 @@ func (c *restored) close(ctx context.Context) {
 	if c.keeper != nil {
 		if err := c.keeper.Done(); err != nil {
 			log.G(ctx).WithError(err).Warn("thaw: release descriptors held by the daemon")
+		}
+	}
+	if c.guard != nil {
+		c.guard.Stop()
+	}
+	if ran {
+		if err := removeCgroups(c.cgroupPath); err != nil {
+			log.G(ctx).WithError(err).Warn("thaw: remove the container's cgroups")
 		}
 	}
 	if err := removeScratch(c.dir); err != nil {

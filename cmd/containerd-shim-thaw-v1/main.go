@@ -10,9 +10,11 @@ import (
 	"github.com/containerd/containerd/v2/pkg/shim"
 
 	thaw "thaw.dev/thaw/shim"
+	"thaw.dev/thaw/shim/guard"
 )
 
 func main() {
+	guard.Main()
 	thaw.Register()
 	shim.RunShim(context.Background(), thaw.NewManager())
 }

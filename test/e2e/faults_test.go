@@ -110,6 +110,9 @@ func TestShimKilled(t *testing.T) {
 		t.Fatal(err)
 	}
 	ended(ctx, t, pid)
+	if err := pod.Remove(ctx); err != nil { // once containerd has noticed
+		t.Fatal(err)
+	}
 	removeDeadSockets(t)
 	pod2, _ := lazily(ctx, t, s, ref)
 	if err := verify(ctx, pod2); err != nil {
