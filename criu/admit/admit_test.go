@@ -741,24 +741,3 @@ func inotify(watches ...*fsnotify.InotifyWdEntry) *fdinfo.FileEntry {
 func typed(typ fdinfo.FdTypes) *fdinfo.FileEntry {
 	return &fdinfo.FileEntry{Type: typ.Enum(), Id: proto.Uint32(9)}
 }
-
-// Whatever a tmpfs archive holds, checking it ends, and what is admitted lies
-// within the mount.
-func FuzzArchive(f *testing.F) {
-	f.Add(archive(f, ordinary().tmpfs))
-	path := ordinary().write(f)
-	f.Fuzz(func(t *testing.T, in []byte) {
-		if err := os.WriteFile(filepath.Join(path, "tmpfs-dev-62.tar.gz.img"), in, 0o600); err != nil {
-			t.Fatal(err)
-		}
-		d, err := image.Open(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer d.Close()
-		c := &check{dir: d, spec: spec(), tmpfsLinks: make(map[string]bool)}
-		if err := c.archives(); err != nil && !errors.Is(err, image.ErrFormat) {
-			t.Fatalf("error %v is not ErrFormat", err)
-		}
-	})
-}

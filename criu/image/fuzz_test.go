@@ -74,6 +74,32 @@ func FuzzFiles(f *testing.F)     { fuzz(f, "files.img", second((*Dir).OpenFiles)
 func FuzzGhost(f *testing.F)     { fuzz(f, "ghost-file-1.img", second((*Dir).Ghosts)) }
 func FuzzCgroup(f *testing.F)    { fuzz(f, "cgroup.img", second((*Dir).CgroupPaths)) }
 func FuzzCPU(f *testing.F)       { fuzz(f, "cpuinfo.img", second((*Dir).CPUFeatures)) }
+func FuzzRemaps(f *testing.F)    { fuzz(f, "remap-fpath.img", second((*Dir).Remaps)) }
+
+// FuzzStandard reads runc's list.
+func FuzzStandard(f *testing.F) {
+	f.Add([]byte(`["/dev/null","pipe:[1]","pipe:[2]"]`))
+	fuzz(f, "descriptors.json", second((*Dir).StandardDescriptors))
+}
+
+// FuzzTmpfs changes mounts as for a restore.
+func FuzzTmpfs(f *testing.F) {
+	fuzz(f, "mountpoints-13.img", func(d *Dir) error {
+		list, err := d.Tmpfs()
+		if err != nil {
+			return err
+		}
+		keys := make(map[uint32]string)
+		for _, t := range list {
+			keys[t.Device] = "key"
+		}
+		_, err = d.GiveMounts(keys)
+		return err
+	})
+}
+
+// FuzzSkipNetworkLock changes the inventory as for a restore.
+func FuzzSkipNetworkLock(f *testing.F) { fuzz(f, "inventory.img", second((*Dir).SkipNetworkLock)) }
 
 func FuzzDescriptors(f *testing.F) {
 	fuzz(f, "fdinfo-2.img", func(d *Dir) error {
@@ -86,6 +112,29 @@ func FuzzNamespaces(f *testing.F) {
 	fuzz(f, "netns-10.img", func(d *Dir) error {
 		_, _, err := d.NetKey(10)
 		return err
+	})
+}
+
+func FuzzHostname(f *testing.F) {
+	fuzz(f, "utsns-12.img", func(d *Dir) error {
+		_, err := d.Hostname(12)
+		return err
+	})
+}
+
+// FuzzEager marks pages as eager as for a dump.
+func FuzzEager(f *testing.F) {
+	fuzz(f, "pagemap-1.img", func(d *Dir) error {
+		maps, err := d.Pagemaps()
+		if err != nil {
+			return err
+		}
+		all, err := d.Tasks()
+		if err != nil {
+			return err
+		}
+		MakeEager(all, maps)
+		return nil
 	})
 }
 

@@ -45,6 +45,9 @@ func TestFind(t *testing.T) {
 		"version":            {[]v1.Descriptor{image, next}, ErrFormat, `version "2" is not supported`},
 		"version annotation": {[]v1.Descriptor{image, nextAnnotated}, ErrFormat, `version "2" is not supported`},
 		"size":               {[]v1.Descriptor{large}, ErrFormat, "bytes"},
+		"media type":         {[]v1.Descriptor{other(typed, func(d *v1.Descriptor) { d.MediaType = v1.MediaTypeImageIndex })}, ErrFormat, "media type"},
+		"platform":           {[]v1.Descriptor{other(typed, func(d *v1.Descriptor) { d.Platform = &v1.Platform{OS: "linux"} })}, ErrFormat, "said to run on"},
+		"digest":             {[]v1.Descriptor{other(typed, func(d *v1.Descriptor) { d.Digest = digest.SHA512.FromString("x") })}, ErrFormat, "sha256 is required"},
 	} {
 		got, err := Find(&v1.Index{Manifests: tc.manifests})
 		if !errors.Is(err, tc.want) || err != nil && !strings.Contains(err.Error(), tc.says) {
@@ -54,6 +57,11 @@ func TestFind(t *testing.T) {
 			t.Errorf("%s: found %s", name, got.Digest)
 		}
 	}
+}
+
+func other(d v1.Descriptor, change func(*v1.Descriptor)) v1.Descriptor {
+	change(&d)
+	return d
 }
 
 func manifest() v1.Manifest {
@@ -89,6 +97,9 @@ func TestParseManifest(t *testing.T) {
 		"digest":        func(m *v1.Manifest) { m.Layers[0].Digest = "sha256:../../etc" },
 		"algorithm":     func(m *v1.Manifest) { m.Layers[3].Digest = digest.Digest("sha512:" + strings.Repeat("a", 128)) },
 		"size":          func(m *v1.Manifest) { m.Layers[3].Size = -1 },
+		"layer twice":   func(m *v1.Manifest) { m.Layers = append(m.Layers, m.Layers[3]) },
+		"media type":    func(m *v1.Manifest) { m.MediaType = v1.MediaTypeImageIndex },
+		"annotation":    func(m *v1.Manifest) { m.Annotations = map[string]string{"cdi.k8s.io/x": "y"} },
 	} {
 		m := manifest()
 		lie(&m)
@@ -119,6 +130,37 @@ func TestParseConfig(t *testing.T) {
 	if _, err := ParseConfig(make([]byte, MaxConfigSize+1)); !errors.Is(err, ErrFormat) {
 		t.Errorf("too large: %v", err)
 	}
+}
+
+func FuzzParseConfig(f *testing.F) {
+	f.Add([]byte(`{"version":"1.0","host":{"architecture":"amd64","pageSize":4096},"processes":[{"pid":1}]}`))
+	f.Fuzz(func(t *testing.T, p []byte) {
+		if _, err := ParseConfig(p); err != nil && !errors.Is(err, ErrFormat) {
+			t.Errorf("error of no class: %v", err)
+		}
+	})
+}
+
+// FuzzFind: what is found in any index can be asked for.
+func FuzzFind(f *testing.F) {
+	f.Add([]byte(`{"manifests":[{"mediaType":"application/vnd.oci.image.manifest.v1+json","artifactType":"application/vnd.thaw.checkpoint.v1","size":7,` +
+		`"digest":"sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855","platform":{"os":"unknown","architecture":"unknown"}}]}`))
+	f.Fuzz(func(t *testing.T, p []byte) {
+		x, err := ParseIndex(p)
+		var d v1.Descriptor
+		if err == nil {
+			d, err = Find(x)
+		}
+		if err != nil {
+			if !errors.Is(err, ErrFormat) && !errors.Is(err, ErrNoCheckpoint) {
+				t.Errorf("error of no class: %v", err)
+			}
+			return
+		}
+		if d.Size <= 0 || d.Size > MaxManifestSize || d.Digest.Validate() != nil {
+			t.Errorf("%+v", d)
+		}
+	})
 }
 
 func FuzzParseManifest(f *testing.F) {
