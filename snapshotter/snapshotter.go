@@ -159,7 +159,7 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 		if err != nil {
 			return errors.Join(err, s.Close())
 		}
-		g.Go(func() error { return s.Serve(ctx, l) })
+		g.Go(func() error { return s.Serve(ctx, sameUser{l, ctx}) })
 	}
 
 	lasting := []string{cfg.Socket(), cfg.KeeperSocket(), restores.RecordDir(), restores.ImagesDir()}

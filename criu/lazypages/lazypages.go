@@ -77,6 +77,9 @@ func Listen(dir string) (*Listener, error) {
 		return nil, fmt.Errorf("lazy-pages socket %s: %w", filepath.Join(dir, SocketName), err)
 	}
 	l.sock.SetUnlinkOnClose(false) // that name is good only while d is open
+	if err := os.Chmod(addr.Name, 0o600); err != nil {
+		return nil, errors.Join(fmt.Errorf("lazy-pages socket: %w", err), l.sock.Close(), l.remove(), d.Close())
+	}
 	l.close = sync.OnceValue(func() error {
 		return errors.Join(ignoreClosed(l.sock.Close()), l.remove(), l.dir.Close())
 	})
@@ -101,7 +104,37 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-// Serve accepts one connection and passes what comes over it to h until CRIU
+// accept returns the first connection of a process of this user.
+func (l *Listener) accept() (*net.UnixConn, error) {
+	for {
+		conn, err := l.sock.AcceptUnix()
+		if err != nil {
+			return nil, err
+		}
+		uid, err := peerUser(conn)
+		if err == nil && uid == uint32(os.Geteuid()) {
+			return conn, nil
+		}
+		conn.Close()
+	}
+}
+
+func peerUser(conn *net.UnixConn) (uint32, error) {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var cred *unix.Ucred
+	if cerr := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); cerr != nil {
+		return 0, cerr
+	}
+	if err != nil {
+		return 0, os.NewSyscallError("getsockopt", err)
+	}
+	return cred.Uid, nil
+}
+
+// Serve accepts one connection, of a process of this user, and passes what comes over it to h until CRIU
 // closes it. It returns nil if the restore was complete. It ends early with the
 // context's error, with an error of h, or with one that wraps ErrIncomplete; then
 // the tasks handed over so far must not be let run. The listener is closed in
@@ -109,7 +142,7 @@ func ignoreClosed(err error) error {
 func (l *Listener) Serve(ctx context.Context, h Handler) error {
 	defer l.Close()
 	stop := context.AfterFunc(ctx, func() { l.sock.Close() })
-	conn, err := l.sock.AcceptUnix()
+	conn, err := l.accept()
 	stop()
 	if err != nil {
 		if ctx.Err() != nil {
