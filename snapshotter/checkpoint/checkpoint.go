@@ -165,7 +165,7 @@ func ParseConfig(p []byte) (*Config, error) {
 	}
 	var major, minor int
 	if _, err := fmt.Sscanf(c.Version, "%d.%d", &major, &minor); err != nil {
-		return nil, fmt.Errorf("%w: config has version %q", ErrFormat, c.Version)
+		return nil, fmt.Errorf("%w: config has version %.32q", ErrFormat, c.Version)
 	}
 	if major != Major {
 		return nil, unknownVersion(c.Version)
@@ -188,7 +188,7 @@ func decode(what string, p []byte, to any) error {
 		return fmt.Errorf("%w: %s has %d objects, over the limit of %d", ErrFormat, what, n, maxObjects)
 	}
 	if err := json.Unmarshal(p, to); err != nil {
-		return fmt.Errorf("%w: %s: %w", ErrFormat, what, err)
+		return fmt.Errorf("%w: %s: %.200v", ErrFormat, what, err) // it quotes numbers of any length
 	}
 	return nil
 }

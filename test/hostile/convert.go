@@ -88,6 +88,7 @@ func ArchiveTricks() []ArchiveTrick {
 		{"no-spec", without("spec.dump"), "it has no spec.dump"},
 		{"no-inventory", without("checkpoint/inventory.img"), "inventory.img is missing"},
 		{"config-that-is-no-json", replace("config.dump", []byte("\x1b[2J")), "config.dump: invalid character"},
+		{"config-with-an-endless-number", replace("config.dump", []byte(`{"name":`+strings.Repeat("7", 1<<20)+`}`)), "config.dump: json: cannot unmarshal number"},
 		{"spec-that-is-no-json", replace("spec.dump", []byte("nothing")), "spec.dump: invalid character"},
 		{"huge-config", replace("config.dump", make([]byte, 17<<20)), "config.dump is larger than"},
 		{"deleted-files-that-are-no-json", replace("deleted.files", []byte("{}")), "deleted.files: json: cannot unmarshal object"},

@@ -130,6 +130,11 @@ func configTricks() []Trick {
 		{Name: "config-of-many-objects", Make: raw(set("processes", make([]struct{}, 1<<19))), Says: "config has"},
 		{Name: "config-over-the-limit", Make: raw(set("host", strings.Repeat("x", 5<<20))), Says: "bytes large, allowed are 4194304"},
 		{Name: "config-with-a-negative-process", Make: raw(set("processes", []map[string]int{{"pid": -1}})), Says: "config: json: cannot unmarshal number -1"},
+		{Name: "config-with-an-endless-number", Make: raw(func([]byte) []byte {
+			return []byte(`{"version":"1.0","processes":[{"pid":` + strings.Repeat("7", 1<<20) + `}]}`)
+		}), Says: "config: json: cannot unmarshal number 7777"},
+		{Name: "config-with-an-endless-version", Make: config(func(c *checkpoint.Config) { c.Version = strings.Repeat("7.", 1<<20) }), Says: `format version "7.7.`},
+		{Name: "config-with-an-endless-word", Make: config(func(c *checkpoint.Config) { c.Version = strings.Repeat("v", 1<<20) }), Says: `config has version "vvvv`},
 		{Name: "config-version", Make: config(func(c *checkpoint.Config) { c.Version = "2.0" }), Says: `format version "2.0" is not supported`},
 		{Name: "config-of-no-version", Make: config(func(c *checkpoint.Config) { c.Version = "\x1b[2Jlatest" }), Says: `config has version "\x1b[2Jlatest"`},
 		{Name: "architecture", Make: config(func(c *checkpoint.Config) { c.Host.Architecture = "s390x" }), Says: `the checkpoint was made on "s390x"`},

@@ -129,11 +129,11 @@ func (a *Archive) read() (err error) {
 		return err
 	}
 	if err := json.Unmarshal(p, &c); err != nil {
-		return fmt.Errorf("%w: %s: %w", ErrFormat, configDump, err)
+		return fmt.Errorf("%w: %s: %.200v", ErrFormat, configDump, err)
 	}
 	if p, err = a.file(deletedList); err == nil {
 		if err := json.Unmarshal(p, &src.Deleted); err != nil {
-			return fmt.Errorf("%w: %s: %w", ErrFormat, deletedList, err)
+			return fmt.Errorf("%w: %s: %.200v", ErrFormat, deletedList, err)
 		}
 	}
 	src.Created = c.CheckpointedAt
@@ -148,7 +148,7 @@ func (a *Archive) read() (err error) {
 		} `json:"process"`
 	}
 	if err := json.Unmarshal(src.Spec, &spec); err != nil {
-		return fmt.Errorf("%w: %s: %w", ErrFormat, specDump, err)
+		return fmt.Errorf("%w: %s: %.200v", ErrFormat, specDump, err)
 	}
 	src.Container.Terminal = spec.Process.Terminal
 	// CRI's own name of a container is made of the pod's and the attempt too.
