@@ -204,14 +204,11 @@ func (p *Pager) messages() error {
 	for _, s := range incoming { // before anything can fail: Close must find them
 		p.keep(s)
 	}
-	released, unheld := p.released, p.unheld
+	released := p.released
 	p.released = nil
 	p.mu.Unlock()
 	if closing {
 		return errClosing
-	}
-	if unheld != nil {
-		return unheld
 	}
 	for _, s := range released {
 		p.close(s)

@@ -46,10 +46,6 @@ import (
 
 const pageSize = pageindex.PageSize
 
-// holdTimeout is how long a process that is being restored may wait for its second
-// holder: long enough for a service manager to start a daemon again.
-const holdTimeout = time.Minute
-
 // Policy says what is filled beyond what is touched.
 type Policy string
 
@@ -85,15 +81,16 @@ type Fetcher interface {
 	Fetch(ctx context.Context, blob uint32, chunks []uint32, urgency Urgency) error
 }
 
-// Holder keeps duplicates of userfaultfds in another process. A descriptor that
-// closes with its last holder would make missing pages read as zeros; with a
-// second holder the death of this process does not.
+// Holder keeps duplicates of userfaultfds in a process far from this one. A
+// descriptor that closes with its last holder makes missing pages read as zeros.
+// What keeps them open when this process dies is its guard (package guard); the
+// holder does when both do. So nothing waits for it. Its methods are called one
+// after another.
 type Holder interface {
-	// Hold returns when the other process has a duplicate of fd. id is unique
-	// in this pager; pid is the dumped process's, a forked child has its
-	// ancestor's. It waits for a process that is away until the context ends. An
-	// error is the end of the container. Hold is called from several goroutines.
-	Hold(ctx context.Context, id uint64, fd int, pid uint32) error
+	// Hold gives the other process a duplicate of fd. It returns when that is done or
+	// refused, or when the context has ended; it waits for a process that is away.
+	// id is unique in this pager.
+	Hold(ctx context.Context, id uint64, fd int)
 	// Forget makes the other process close its duplicate: the address space is
 	// gone or complete. It returns when that is done or the context has ended;
 	// from then on the holder does not use the descriptor.
@@ -111,7 +108,7 @@ type Config struct {
 	Index   *pageindex.Index
 	Stores  []Store // one for each of the index's blobs
 	Fetcher Fetcher
-	Holder  Holder // nil: the descriptors are held by this process alone
+	Holder  Holder // nil: there is none
 	Policy  Policy
 	// OnFatal is called at most once, with an error of one line. No fault is
 	// served from then on: kill the container, then Close.
@@ -165,7 +162,6 @@ type Pager struct {
 	incoming []*space
 	landed   []landing
 	released []*space // whose descriptors nobody else holds any more
-	unheld   error    // why one cannot be held
 	expected []Chunk
 	fills    []chan struct{}
 	restored bool
@@ -263,32 +259,16 @@ func (p *Pager) Add(pid uint32, fd int) error {
 	s := &space{fd: uffd.FD(fd), id: p.nextID.Add(1), pid: pid, pending: map[uint64]waiting{}}
 	s.wanted = newRanges(proc.Runs)
 	p.mu.Lock()
-	err := p.usable()
-	if err == nil && p.pids[pid] {
-		err = fmt.Errorf("pager: task %d: %w", pid, errdefs.ErrAlreadyExists)
-	}
-	if err == nil {
-		p.pids[pid] = true
-	}
-	p.mu.Unlock()
-	if err != nil {
-		return err
-	}
-	if p.cfg.Holder != nil {
-		ctx, cancel := context.WithTimeout(p.ctx, holdTimeout)
-		err := p.cfg.Holder.Hold(ctx, s.id, fd, pid)
-		cancel()
-		if err != nil {
-			return fmt.Errorf("pager: second holder for the userfaultfd of task %d: %w", pid, err)
-		}
-	}
-	p.mu.Lock()
 	defer p.mu.Unlock()
 	if err := p.usable(); err != nil {
-		if p.cfg.Holder != nil {
-			p.cfg.Holder.Forget(p.ctx, s.id)
-		}
 		return err
+	}
+	if p.pids[pid] {
+		return fmt.Errorf("pager: task %d: %w", pid, errdefs.ErrAlreadyExists)
+	}
+	p.pids[pid] = true
+	if p.cfg.Holder != nil {
+		p.holding.ask(handover{s, false})
 	}
 	p.incoming = append(p.incoming, s)
 	p.wake()

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/containerd/log"
 	"golang.org/x/sys/unix"
 )
 
@@ -245,24 +246,24 @@ func (c *Client) send(ctx context.Context, m message, fd int) error {
 		case <-c.done:
 			return net.ErrClosed
 		case <-ctx.Done():
-			return fmt.Errorf("thaw-snapshotter's keeper is away (is thaw-snapshotter running?): %w", context.Cause(ctx))
+			return ctx.Err()
 		}
 	}
 }
 
 // Hold gives the daemon a duplicate of a descriptor under a number of the
-// caller's, who keeps its own open until after Forget or Done. When Hold returns
-// without error, the daemon has it; it waits for a daemon that is away until the
-// context ends. pid is not used: the container's cgroups say who depends on it.
-func (c *Client) Hold(ctx context.Context, id uint64, fd int, _ uint32) error {
+// caller's, who keeps its own open until after Forget or Done. It returns when the
+// daemon has it or has refused it, which is logged, or when the context ends: a
+// daemon that is away then gets it when it is back.
+func (c *Client) Hold(ctx context.Context, id uint64, fd int) {
 	c.mu.Lock()
 	c.fds[id] = fd
 	c.mu.Unlock()
-	err := c.send(ctx, message{Hold: id}, fd)
-	if err != nil {
+	var r refusal
+	if err := c.send(ctx, message{Hold: id}, fd); errors.As(err, &r) {
 		c.drop(id)
+		log.G(ctx).WithError(err).WithField("restore", c.container.RestoreID).Warn("thaw: the daemon does not hold a userfaultfd")
 	}
-	return err
 }
 
 // Forget makes the daemon close a descriptor that nobody depends on any more. It

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package keeper keeps a second holder of every userfaultfd.
+// Package keeper has the node daemon hold userfaultfds for the case that a shim and
+// its guard (package guard) are killed together, as all of a service's processes are.
 //
 // When the last descriptor of a userfaultfd closes, the kernel hands out zero
 // pages where pages are missing, and the process runs on with wrong memory. So a
