@@ -348,7 +348,10 @@ func TestInvisible(t *testing.T) {
 	if n := descriptors(t); n != before+1 {
 		t.Errorf("%d descriptors before, %d with a guard", before, n)
 	}
-	// Signals that end its parent's group, in order, are not for the guard.
+	// Signals for its parent's group do not reach the guard, and others do not end it.
+	if sid, err := unix.Getsid(g.pid); err != nil || sid != g.pid {
+		t.Errorf("session %d, %v", sid, err)
+	}
 	for _, s := range []unix.Signal{unix.SIGTERM, unix.SIGINT, unix.SIGHUP, unix.SIGURG} {
 		if err := unix.Kill(g.pid, s); err != nil {
 			t.Fatal(err)
@@ -363,6 +366,9 @@ func TestInvisible(t *testing.T) {
 		t.Errorf("what is closed is open in the guard: %d, %v", n, err)
 	}
 	r.Close()
+	if _, err := os.Stat(proc + "fd/0"); err != nil { // which a zombie has not
+		t.Errorf("the guard has ended: %v", err)
+	}
 	pid := g.pid
 	g.Stop()
 	g.Stop()
