@@ -174,6 +174,7 @@ type check struct {
 	spec      *specs.Spec
 	opts      Options
 	inventory *image.Inventory
+	granted   *grants
 	tasks     []image.Task
 	places    map[string]specs.Mount // see destinations
 	rootfs    *rootfs                // nil without one

@@ -647,6 +647,19 @@ func TestRefusesLinksIntoVolumes(t *testing.T) {
 			t.Errorf("%s: %v, want %q", name, err, tc.want)
 		}
 	}
+	// Links to what CRIU has open are nobody's.
+	err := checkIn(t, rootfs, volume, func(d *dump, s *specs.Spec) {
+		open("/proc/self/fd/7/etc/shadow")(d, s)
+		s.Process.Capabilities = capSets("CAP_DAC_OVERRIDE")
+		s.Process.User = specs.User{}
+		for _, c := range d.cores {
+			c.ThreadCore.Creds = credsOf(0, 0)
+			c.ThreadCore.Creds.CapBnd = words(0)
+		}
+	})
+	if err == nil || !strings.Contains(err.Error(), stray) {
+		t.Errorf("a descriptor of CRIU, for root: %v", err)
+	}
 	// Without the root filesystem, the links are not known.
 	if err := checkIn(t, "", volume, open("/link/secret")); err != nil {
 		t.Errorf("without a root filesystem: %v", err)

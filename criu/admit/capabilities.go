@@ -56,13 +56,15 @@ type grants struct {
 }
 
 func (c *check) grants() grants {
-	s := c.spec.Process.Capabilities
-	if s == nil {
-		return grants{}
+	if c.granted == nil { // every file asks
+		c.granted = &grants{}
+		if s := c.spec.Process.Capabilities; s != nil {
+			*c.granted = grants{
+				bounding: set(s.Bounding), permitted: set(s.Permitted), effective: set(s.Effective), inheritable: set(s.Inheritable), ambient: set(s.Ambient),
+			}
+		}
 	}
-	return grants{
-		bounding: set(s.Bounding), permitted: set(s.Permitted), effective: set(s.Effective), inheritable: set(s.Inheritable), ambient: set(s.Ambient),
-	}
+	return *c.granted
 }
 
 // set returns the capabilities with those names. A name that is not known grants

@@ -82,8 +82,7 @@ func wholeRoot(m *image.Mount) bool {
 	case "devpts":
 		return m.Mountpoint == consolePlace && strings.Trim(m.Root, "/0123456789") == "" && path.Dir(m.Root) == "/"
 	case "proc":
-		first, _, _ := strings.Cut(strings.TrimPrefix(m.Root, "/"), "/")
-		return m.Mountpoint == "/proc"+m.Root && strings.Trim(first, "0123456789") != "" && first != "self" && first != "thread-self"
+		return m.Mountpoint == "/proc"+m.Root && ofKernel(m.Mountpoint)
 	case "sysfs":
 		return m.Mountpoint == "/sys"+m.Root
 	}

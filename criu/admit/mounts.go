@@ -53,12 +53,7 @@ func (c *check) mounts() error {
 		case m.Mountpoint == rootMountpoint:
 			c.flags(m, "/", c.spec.Root.Readonly, nil)
 		case m.External && m.ExternalKey == image.MaskedFile:
-			if len(c.spec.Linux.MaskedPaths) == 0 {
-				c.refuse(Difference{
-					Field: "masked path", Image: quote(m.Mountpoint), Spec: "no masked paths",
-					Remedy: "restore in a pod that is not privileged and has no procMount: Unmasked",
-				})
-			}
+			c.masked(m)
 		case m.External:
 			c.external(m, want)
 		case c.givenDevices[m.Device], slices.Contains(strings.Split(m.Root, "/"), ".."):
@@ -135,6 +130,33 @@ func (c *check) external(m *image.Mount, want map[string]specs.Mount) {
 	})
 }
 
+// masked checks a file that is hidden.
+func (c *check) masked(m *image.Mount) {
+	switch {
+	case len(c.spec.Linux.MaskedPaths) == 0:
+		c.refuse(Difference{
+			Field: "masked path", Image: quote(m.Mountpoint), Spec: "no masked paths",
+			Remedy: "restore in a pod that is not privileged and has no procMount: Unmasked",
+		})
+	case !ofKernel(m.Mountpoint) && !slices.Contains(c.spec.Linux.MaskedPaths, m.Mountpoint):
+		c.refuse(Difference{
+			Field: "masked path", Image: quote(m.Mountpoint), Spec: "it open",
+			Remedy: "make the checkpoint from a container with the same masked paths",
+		})
+	}
+}
+
+// ofKernel reports whether a path is one of the kernel's own in /proc or /sys: none of a process, whose links CRIU
+// would follow when it mounts something there.
+func ofKernel(p string) bool {
+	rest, ok := strings.CutPrefix(p, "/proc/")
+	if !ok {
+		return below(p, "/sys")
+	}
+	first, _, _ := strings.Cut(rest, "/")
+	return strings.Trim(first, "0123456789") != "" && first != "self" && first != "thread-self"
+}
+
 // internal checks a mount that CRIU makes itself.
 func (c *check) internal(m *image.Mount, want map[string]specs.Mount) {
 	if !kernelTypes[m.Type] {
@@ -164,7 +186,7 @@ func (c *check) internal(m *image.Mount, want map[string]specs.Mount) {
 		return
 	}
 	// What hides or locks a part of /proc or /sys takes nothing but rights away.
-	if m.Flags&unix.MS_RDONLY != 0 && (below(m.Mountpoint, "/proc") || below(m.Mountpoint, "/sys")) {
+	if m.Flags&unix.MS_RDONLY != 0 && ofKernel(m.Mountpoint) {
 		return
 	}
 	c.refuse(Difference{

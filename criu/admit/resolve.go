@@ -10,6 +10,7 @@ import (
 
 	"github.com/containerd/errdefs"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 )
 
 // maxLinks bounds the links that are followed for one path, as the kernel does.
@@ -19,6 +20,7 @@ const maxLinks = 40
 // link: none is followed out of it.
 type rootfs struct {
 	root  *os.Root
+	dir   *os.File          // the same
 	links map[string]string // what was read so far; "" where there is no link
 }
 
@@ -37,10 +39,30 @@ func openRootfs(path string) (*rootfs, error) {
 	if err != nil {
 		return nil, fmt.Errorf("root filesystem of the container: %w", err)
 	}
-	return &rootfs{root: root, links: make(map[string]string)}, nil
+	dir, err := root.Open(".")
+	if err != nil {
+		root.Close()
+		return nil, fmt.Errorf("root filesystem of the container: %w", err)
+	}
+	return &rootfs{root: root, dir: dir, links: make(map[string]string)}, nil
 }
 
-func (r *rootfs) close() { r.root.Close() }
+func (r *rootfs) close() {
+	r.dir.Close()
+	r.root.Close()
+}
+
+// direct reports whether there is no link on the way to an absolute path, as far as it exists: the kernel says so at once,
+// for nearly all files.
+func (r *rootfs) direct(p string) bool {
+	fd, err := unix.Openat2(int(r.dir.Fd()), "."+path.Clean(p), &unix.OpenHow{
+		Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS,
+	})
+	if err == nil {
+		unix.Close(fd)
+	}
+	return err == nil || err == unix.ENOENT
+}
 
 // readlink returns what an absolute path in the container links to, "" if it is
 // no link.
@@ -79,6 +101,7 @@ func (c *check) walk(p string, follow bool, mounts map[string]specs.Mount) (at s
 		return path.Clean("/" + p), true
 	}
 	at = "/"
+	direct := path.Clean(p) == p && c.rootfs.direct(p)
 	rest := strings.Split(p, "/")
 	for links := 0; len(rest) > 0; {
 		part := rest[0]
@@ -105,6 +128,9 @@ func (c *check) walk(p string, follow bool, mounts map[string]specs.Mount) (at s
 			case c.tmpfsLinks[strings.TrimPrefix(at, destination+"/")] && !last:
 				return "", false
 			}
+			continue
+		}
+		if direct {
 			continue
 		}
 		target := c.rootfs.readlink(at)
@@ -142,7 +168,7 @@ func magic(dir, name string, last bool) bool {
 // false if that is the root filesystem.
 func innermost(p string, mounts map[string]specs.Mount) (destination string, mounted bool) {
 	for d := range mounts {
-		if (p == d || below(p, d)) && len(d) > len(destination) {
+		if len(d) > len(destination) && strings.HasPrefix(p, d) && (len(p) == len(d) || p[len(d)] == '/') {
 			destination, mounted = d, true
 		}
 	}

@@ -19,13 +19,15 @@ import (
 // opens files as root before a task has its own user again; without this check an
 // image could read what the node shares with the pod but not with its user.
 // Permissions beyond the mode, such as ACLs, are not seen and count as none.
+//
+// Links whose end cannot be told are refused whoever the user is: those in /proc lead to what CRIU itself has open.
 func (c *check) volume(r *image.Regular) {
-	if c.maySet(capDACOverride) {
-		return
-	}
 	at, ok := c.walk(r.Path, r.Flags&unix.O_NOFOLLOW == 0, c.destinations())
 	if !ok {
 		c.stray("open file", r.Path)
+		return
+	}
+	if c.maySet(capDACOverride) {
 		return
 	}
 	m, rest, ok := c.mountOf(at)
@@ -71,7 +73,7 @@ func linked(p, end string) string {
 // owner that the images name.
 func (c *check) socket(u *image.Unix) {
 	name, _, _ := strings.Cut(u.Name, "\x00") // "" for one without a path
-	if name == "" || c.maySet(capDACOverride) {
+	if name == "" {
 		return
 	}
 	p := name
@@ -81,6 +83,9 @@ func (c *check) socket(u *image.Unix) {
 	at, ok := c.walk(p, false, c.destinations())
 	if !ok {
 		c.stray("unix socket", p)
+		return
+	}
+	if c.maySet(capDACOverride) {
 		return
 	}
 	m, rest, ok := c.mountOf(at)
@@ -147,9 +152,6 @@ func (c *check) remaps(paths map[uint32]string) error {
 		if _, ok := paths[r.Target]; !known || r.Ghost && !c.dir.Has(ghost) || !r.Ghost && !ok {
 			return fmt.Errorf("%w: remap-fpath.img makes file %d of %d, one of which is in no image", image.ErrFormat, id, r.Target)
 		}
-		if c.maySet(capDACOverride) {
-			continue
-		}
 		names := []string{paths[id]}
 		if !r.Ghost {
 			names = append(names, paths[r.Target])
@@ -158,6 +160,9 @@ func (c *check) remaps(paths map[uint32]string) error {
 			at, ok := c.walk(p, false, c.destinations())
 			if !ok {
 				c.stray("open file", p)
+				continue
+			}
+			if c.maySet(capDACOverride) {
 				continue
 			}
 			if m, rest, ok := c.mountOf(at); ok && !(r.Ghost && c.mayMake(m.Source, rest)) {

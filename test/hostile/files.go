@@ -97,6 +97,7 @@ func fileTricks() []Trick {
 		{Name: "file-twice", Make: func(i *Image) {
 			messages(i, "files.img", func(l []*fdinfo.FileEntry) []*fdinfo.FileEntry { return append(l, l[0]) })
 		}, Says: "files.img has file 1 twice"},
+		{Name: "file-of-criu", Make: adds(file(more, "/proc/self/fd/7/etc/shadow", unix.S_IFREG|0o600)), Says: "/proc/self/fd/7/etc/shadow, which leads through links"},
 		{Name: "open-disk", Make: adds(file(more, "/dev/sda", unix.S_IFBLK|0o600)), Says: "open device: the checkpoint has /dev/sda"},
 		{Name: "tun", Make: kind(fdinfo.FdTypes_TUNF), Says: "a tun/tap device"},
 		{Name: "fanotify", Make: kind(fdinfo.FdTypes_FANOTIFY), Says: "a fanotify"},

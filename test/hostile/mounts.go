@@ -88,6 +88,10 @@ func mountTricks() []Trick {
 		{Name: "part-of-proc-elsewhere", Make: add("/proc", &mnt.MntEntry{
 			Fstype: fstype(mnt.Fstype_PROC), RootDev: proto.Uint32(4713), Root: proto.String("/sys/kernel"), Mountpoint: proto.String("/proc/tty"), Flags: proto.Uint32(unix.MS_RDONLY),
 		}), Says: "a part (/sys/kernel) of proc at /proc/tty"},
+		{Name: "mask-through-a-process", Make: add("/proc", &mnt.MntEntry{
+			Fstype: fstype(mnt.Fstype_TMPFS), Mountpoint: proto.String("/proc/1/root/etc"), Flags: proto.Uint32(unix.MS_RDONLY),
+		}), Says: "mount: the checkpoint has tmpfs at /proc/1/root/etc"},
+		{Name: "mask-elsewhere", Make: at("/proc/keys", func(e *mnt.MntEntry) { e.Mountpoint = proto.String("/proc/self/exe") }), Says: "masked path: the checkpoint has /proc/self/exe, the pod's spec has it open"},
 		{Name: "part-of-a-volume", Make: mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry {
 			place(l, "/dev/mqueue").RootDev = place(l, "/etc/hosts").RootDev
 			return l
