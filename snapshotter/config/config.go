@@ -8,6 +8,7 @@ package config
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -54,6 +55,7 @@ type Config struct {
 	Containerd  Containerd  `toml:"containerd"`
 	Registry    Registry    `toml:"registry"`
 	Trust       Trust       `toml:"trust"`
+	Decryption  Decryption  `toml:"decryption"`
 	Limits      Limits      `toml:"limits"`
 	Background  Background  `toml:"background"`
 	CRIU        CRIU        `toml:"criu"`
@@ -97,6 +99,16 @@ type Trust struct {
 	VerifiersDir string `toml:"verifiers_dir"`
 	// VerdictLifetime is how long an image that was accepted is not verified again.
 	VerdictLifetime Duration `toml:"verdict_lifetime"`
+}
+
+// Decryption is where the keys of encrypted checkpoints are: where containerd has
+// those of encrypted images.
+type Decryption struct {
+	// KeysDir has private keys in PEM, DER or JWK.
+	KeysDir string `toml:"keys_dir"`
+	// KeyproviderConfig names key providers (ocicrypt_keyprovider.conf); default
+	// $OCICRYPT_KEYPROVIDER_CONFIG, or where containerd's own configuration has it.
+	KeyproviderConfig string `toml:"keyprovider_config"`
 }
 
 // Limits bound what a checkpoint image or the sum of them may take.
@@ -184,7 +196,8 @@ func Default() *Config {
 			MetadataTimeout: Duration(15 * time.Second),
 			StallTimeout:    Duration(10 * time.Second),
 		},
-		Trust: Trust{Repositories: []string{}, VerdictLifetime: Duration(time.Minute)},
+		Trust:      Trust{Repositories: []string{}, VerdictLifetime: Duration(time.Minute)},
+		Decryption: Decryption{KeysDir: "/etc/containerd/ocicrypt/keys"},
 		Limits: Limits{
 			ParallelFetches:   8,
 			RequestSize:       2 << 20,
@@ -277,6 +290,7 @@ func (c *Config) finish() error {
 		c.Snapshotter.Root = filepath.Join(c.CacheDir, "snapshotter")
 	}
 	for _, p := range []struct{ key, value string }{
+		{"decryption.keys_dir", c.Decryption.KeysDir},
 		{"state_dir", c.StateDir},
 		{"cache_dir", c.CacheDir},
 		{"containerd.address", c.Containerd.Address},
@@ -286,6 +300,11 @@ func (c *Config) finish() error {
 		if !filepath.IsAbs(p.value) || filepath.Clean(p.value) == "/" {
 			return fmt.Errorf("%s is %q: an absolute path is needed", p.key, p.value)
 		}
+	}
+	if p := &c.Decryption.KeyproviderConfig; *p == "" {
+		*p = cmp.Or(os.Getenv("OCICRYPT_KEYPROVIDER_CONFIG"), "/etc/containerd/ocicrypt/ocicrypt_keyprovider.conf")
+	} else if !filepath.IsAbs(*p) {
+		return fmt.Errorf("decryption.keyprovider_config is %q: an absolute path is needed", *p)
 	}
 	if d := c.Trust.VerifiersDir; d != "" && !filepath.IsAbs(d) {
 		return fmt.Errorf("trust.verifiers_dir is %q: an absolute path is needed", d)

@@ -41,20 +41,22 @@ enable = false
 
 func TestRefused(t *testing.T) {
 	for in, want := range map[string]string{
-		"polcy = \"lazy\"":                      "unknown key polcy (line 1)",
-		"[limits]\ncache = 3":                   "unknown key limits.cache (line 2)",
-		"policy = \"never\"":                    "policy is \"never\": use one of lazy, cached, complete",
-		"state_dir = \"run\"":                   "state_dir is \"run\": an absolute path",
-		"[metrics]\naddress = \"0.0.0.0:1\"":    "loopback",
-		"[page_server]\naddress = \"lo:1\"":     "page_server.address is \"lo:1\": an IP address",
-		"[limits]\ncache_size = \"3 parsec\"":   "is not a size",
-		"[limits]\nparallel_fetches = 0":        "limits.parallel_fetches is 0",
-		"[limits]\nmax_memory = \"9999999TiB\"": "size",
-		"[registry]\ntimeout = \"soon\"":        "duration",
-		"[trust]\nverifiers_dir = \"bin\"":      "trust.verifiers_dir is \"bin\": an absolute path",
-		"[trust]\nverdict_lifetime = \"-1s\"":   "trust.verdict_lifetime",
-		"[trust]\nrepository = [\"a\"]":         "unknown key trust.repository",
-		"state_dir = ":                          "line 1",
+		"polcy = \"lazy\"":                         "unknown key polcy (line 1)",
+		"[limits]\ncache = 3":                      "unknown key limits.cache (line 2)",
+		"policy = \"never\"":                       "policy is \"never\": use one of lazy, cached, complete",
+		"state_dir = \"run\"":                      "state_dir is \"run\": an absolute path",
+		"[metrics]\naddress = \"0.0.0.0:1\"":       "loopback",
+		"[page_server]\naddress = \"lo:1\"":        "page_server.address is \"lo:1\": an IP address",
+		"[limits]\ncache_size = \"3 parsec\"":      "is not a size",
+		"[limits]\nparallel_fetches = 0":           "limits.parallel_fetches is 0",
+		"[limits]\nmax_memory = \"9999999TiB\"":    "size",
+		"[registry]\ntimeout = \"soon\"":           "duration",
+		"[trust]\nverifiers_dir = \"bin\"":         "trust.verifiers_dir is \"bin\": an absolute path",
+		"[trust]\nverdict_lifetime = \"-1s\"":      "trust.verdict_lifetime",
+		"[decryption]\nkeys_dir = \"\"":            "decryption.keys_dir is \"\": an absolute path",
+		"[decryption]\nkeyprovider_config = \"k\"": "decryption.keyprovider_config is \"k\": an absolute path",
+		"[trust]\nrepository = [\"a\"]":            "unknown key trust.repository",
+		"state_dir = ":                             "line 1",
 	} {
 		_, err := Parse([]byte(in))
 		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
