@@ -37,6 +37,7 @@ import (
 	"thaw.dev/thaw/snapshotter/policy"
 	"thaw.dev/thaw/snapshotter/registry"
 	"thaw.dev/thaw/snapshotter/restore"
+	"thaw.dev/thaw/snapshotter/seal/wrap"
 	"thaw.dev/thaw/snapshotter/snapshots"
 )
 
@@ -109,6 +110,7 @@ func Run(ctx context.Context, cfg *config.Config, ready func()) (err error) {
 		Policy:            cfg.Policy,
 		FillDelay:         time.Duration(cfg.Background.Delay),
 		Trust:             trust,
+		Keys:              &wrap.Keys{Dir: cfg.Decryption.KeysDir, ProviderConfig: cfg.Decryption.KeyproviderConfig},
 		CheckCRIU:         criuFound.check,
 		Admit:             admitImages,
 	})

@@ -10,8 +10,10 @@ import (
 
 	"github.com/urfave/cli/v2"
 
+	"thaw.dev/thaw/snapshotter/config"
 	"thaw.dev/thaw/snapshotter/publish"
 	"thaw.dev/thaw/snapshotter/publish/dump"
+	"thaw.dev/thaw/snapshotter/seal/wrap"
 )
 
 var checkpointCommand = &cli.Command{
@@ -25,16 +27,21 @@ registry and is stopped then. If the push fails it goes on running.
 
 The reference of what was pushed, with its digest, is printed on standard output.
 
+With --encrypt-for the registry gets memory and state encrypted, and only nodes that
+have a key can restore the image. Not encrypted are what describes the checkpoint
+(thaw inspect shows it) and what the container wrote to its root filesystem.
+
 Examples:
   thaw checkpoint 3f2a --push registry.example/agents/warm:1
   thaw checkpoint --leave-running --push registry.example/agents/warm:1 $(crictl ps -q --name agent)
-  thaw checkpoint -n default --push registry.example/db:warm redis`,
+  thaw checkpoint -n default --push registry.example/db:warm redis
+  thaw checkpoint --encrypt-for jwe:nodes.pub.pem --push registry.example/agents/warm:1 3f2a`,
 	Flags: []cli.Flag{
 		&cli.StringFlag{Name: "push", Usage: "image `REF` to push to"},
 		&cli.BoolFlag{Name: "leave-running", Usage: "let the container go on running"},
 		&cli.StringFlag{Name: "dump-dir", Usage: "`FOLDER` on a tmpfs for the dump (default: /run/thaw or /dev/shm)"},
 		&cli.StringFlag{Name: "log-dir", Value: "/var/log/thaw", Usage: "`FOLDER` where CRIU's log is kept after a failure"},
-		namespaceFlag, addressFlag, baseFlag, reuseFlag, hostsDirFlag, quietFlag, configFlag,
+		namespaceFlag, addressFlag, baseFlag, reuseFlag, encryptFlag, hostsDirFlag, quietFlag, configFlag,
 	},
 	OnUsageError: onUsageError,
 	Action:       runCheckpoint,
@@ -57,6 +64,10 @@ func runCheckpoint(c *cli.Context) (err error) {
 		return err
 	}
 	if err := useDockerConfig(cfg); err != nil {
+		return err
+	}
+	sealed, err := envelope(c, cfg)
+	if err != nil {
 		return err
 	}
 	client, err := connect(c, cfg)
@@ -86,10 +97,26 @@ func runCheckpoint(c *cli.Context) (err error) {
 	}
 	p.step("dumped in %s", d.Frozen.Round(time.Millisecond))
 	result, err := publish.Publish(c.Context, d.Source, publish.Target{
-		Reference: target, CertsDir: certsDir(c, cfg), Reuse: c.StringSlice("reuse"), Progress: p.published,
+		Reference: target, CertsDir: certsDir(c, cfg), Reuse: c.StringSlice("reuse"), Envelope: sealed, Progress: p.published,
 	})
 	p.done()
 	return finish(c.App.Writer, p, result, err, d.Done(c.Context, err == nil))
+}
+
+// envelope makes the key of a checkpoint that is to be encrypted; nil if it is not.
+func envelope(c *cli.Context, cfg *config.Config) (*wrap.Envelope, error) {
+	recipients := c.StringSlice(encryptFlag.Name)
+	if len(recipients) == 0 {
+		return nil, nil
+	}
+	if len(c.StringSlice(reuseFlag.Name)) > 0 {
+		return nil, usagef("%s: --reuse does not go with --encrypt-for: an encrypted checkpoint has a key of its own and shares nothing with others", c.Command.Name)
+	}
+	e, err := wrap.NewEnvelope(c.Context, recipients, cfg.Decryption.KeyproviderConfig)
+	if err != nil {
+		return nil, fmt.Errorf("--encrypt-for: %w", err)
+	}
+	return e, nil
 }
 
 // finish tells how a checkpoint ended. What is in the registry is there, whether
@@ -109,4 +136,7 @@ func finish(w io.Writer, p *progress, result *publish.Result, pushed, done error
 func summarize(p *progress, r *publish.Result) {
 	m := r.Config.Memory
 	p.step("memory %s, of it %s zero and %s known; %s sent", size(m.Total), size(m.Zero), size(m.Reused), size(r.Uploaded))
+	if r.Plain > 0 {
+		p.step("what the container wrote to its root filesystem, %s, is not encrypted", size(r.Plain))
+	}
 }

@@ -19,14 +19,14 @@ var convertCommand = &cli.Command{
 	ArgsUsage: "ARCHIVE REF",
 	Description: `ARCHIVE is what the kubelet's checkpoint API or 'crictl checkpoint' wrote: a tar
 archive, plain or compressed by gzip or zstd. The base image is the one that the
-archive names; it must be in a registry.
+archive names; it must be in a registry. For --encrypt-for see thaw checkpoint.
 
 Examples:
   thaw convert /var/lib/kubelet/checkpoints/checkpoint-agent-2026.tar registry.example/agents/warm:1
   thaw convert --base registry.example/agent:7 checkpoint.tar.gz registry.example/agents/warm:1`,
 	Flags: []cli.Flag{
 		&cli.StringFlag{Name: "temp-dir", Usage: "`FOLDER` to unpack the archive in (default: TMPDIR or /tmp)"},
-		baseFlag, reuseFlag, hostsDirFlag, quietFlag, configFlag,
+		baseFlag, reuseFlag, encryptFlag, hostsDirFlag, quietFlag, configFlag,
 	},
 	OnUsageError: onUsageError,
 	Action:       runConvert,
@@ -50,6 +50,10 @@ func runConvert(c *cli.Context) (err error) {
 	if _, err := os.Stat(args[0]); err != nil {
 		return err
 	}
+	sealed, err := envelope(c, cfg)
+	if err != nil {
+		return err
+	}
 	if err := publish.CheckTarget(c.Context, args[1], certsDir(c, cfg)); err != nil {
 		return err
 	}
@@ -60,7 +64,7 @@ func runConvert(c *cli.Context) (err error) {
 		return err
 	}
 	result, err := publish.Publish(c.Context, a.Source, publish.Target{
-		Reference: args[1], CertsDir: certsDir(c, cfg), Reuse: c.StringSlice("reuse"), Progress: p.published,
+		Reference: args[1], CertsDir: certsDir(c, cfg), Reuse: c.StringSlice("reuse"), Envelope: sealed, Progress: p.published,
 	})
 	p.done()
 	if err := errors.Join(err, a.Close()); err != nil {

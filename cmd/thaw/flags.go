@@ -33,11 +33,12 @@ var (
 		Name: "config", Aliases: []string{"c"}, EnvVars: []string{"THAW_CONFIG"},
 		Usage: "thaw's configuration `FILE` (default: " + config.DefaultPath + ")",
 	}
-	jsonFlag   = &cli.BoolFlag{Name: "json", Usage: "print JSON"}
-	quietFlag  = &cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "show no progress"}
-	reuseFlag  = &cli.StringSliceFlag{Name: "reuse", Usage: "checkpoint image `REF` whose memory need not be uploaded again where it is the same (may be repeated)"}
-	baseFlag   = &cli.StringFlag{Name: "base", Usage: "base image `REF`, if it is not the one that the container names"}
-	socketFlag = &cli.StringFlag{Name: "socket", EnvVars: []string{"THAW_ADDRESS"}, Usage: "socket of the node's thaw-snapshotter (default: from thaw's configuration)"}
+	jsonFlag    = &cli.BoolFlag{Name: "json", Usage: "print JSON"}
+	quietFlag   = &cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "show no progress"}
+	reuseFlag   = &cli.StringSliceFlag{Name: "reuse", Usage: "checkpoint image `REF` whose memory need not be uploaded again where it is the same (may be repeated)"}
+	encryptFlag = &cli.StringSliceFlag{Name: "encrypt-for", Usage: "encrypt memory and state for a `RECIPIENT`: jwe:FILE with a public key, or provider:NAME (may be repeated)"}
+	baseFlag    = &cli.StringFlag{Name: "base", Usage: "base image `REF`, if it is not the one that the container names"}
+	socketFlag  = &cli.StringFlag{Name: "socket", EnvVars: []string{"THAW_ADDRESS"}, Usage: "socket of the node's thaw-snapshotter (default: from thaw's configuration)"}
 )
 
 // nodeConfig reads the node's configuration. A missing file means defaults.

@@ -18,13 +18,15 @@ import (
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/pageindex"
 	"thaw.dev/thaw/snapshotter/publish"
+	"thaw.dev/thaw/snapshotter/seal/wrap"
 )
 
 var inspectCommand = &cli.Command{
 	Name:      "inspect",
 	Usage:     "show what a checkpoint image holds",
 	ArgsUsage: "REF",
-	Description: `Only manifests, config and page index are fetched, never memory.
+	Description: `Only manifests, config and page index are fetched, never memory. For whom a checkpoint
+is encrypted is what its image says; no key is needed.
 
 Examples:
   thaw inspect registry.example/agents/warm:1
@@ -37,7 +39,8 @@ Examples:
 // inspection is the JSON of thaw inspect.
 type inspection struct {
 	Reference  string             `json:"reference"`
-	Checkpoint digest.Digest      `json:"checkpoint"` // of the checkpoint manifest
+	Checkpoint digest.Digest      `json:"checkpoint"`             // of the checkpoint manifest
+	Encrypted  []string           `json:"encryptedFor,omitempty"` // as the image says
 	Config     *checkpoint.Config `json:"config"`
 	Sizes      inspectionSizes    `json:"sizes"`
 	Blobs      []inspectionBlob   `json:"pageBlobs"`
@@ -53,9 +56,10 @@ type inspectionSizes struct {
 type inspectionBlob struct {
 	Digest digest.Digest `json:"digest"`
 	Size   int64         `json:"size"`
-	Chunks int           `json:"chunks"`
-	Pages  uint64        `json:"pages"`
-	Used   int           `json:"usedChunks"` // that this checkpoint refers to
+	// Not known if the checkpoint is encrypted:
+	Chunks int    `json:"chunks,omitempty"`
+	Pages  uint64 `json:"pages,omitempty"`
+	Used   int    `json:"usedChunks,omitempty"` // that this checkpoint refers to
 }
 
 func runInspect(c *cli.Context) error {
@@ -89,14 +93,22 @@ func inspect(ctx context.Context, ref, certs string) (*inspection, error) {
 	if err != nil {
 		return nil, err
 	}
-	index, err := img.PageIndex(ctx)
-	if err != nil {
-		return nil, err
-	}
 	x := &inspection{
 		Reference: img.Reference, Checkpoint: img.Checkpoint.Manifest.Digest, Config: config,
 		Sizes: inspectionSizes{State: img.Checkpoint.State.Size, PageIndex: img.Checkpoint.PageIndex.Size},
 		Blobs: []inspectionBlob{},
+	}
+	if keys := img.Checkpoint.Keys; keys != nil {
+		x.Encrypted = wrap.Describe(keys)
+		for _, p := range img.Checkpoint.Pages {
+			x.Sizes.Pages += p.Size
+			x.Blobs = append(x.Blobs, inspectionBlob{Digest: p.Digest, Size: p.Size})
+		}
+		return x, nil
+	}
+	index, err := img.PageIndex(ctx)
+	if err != nil {
+		return nil, err
 	}
 	for i := range index.Blobs {
 		b := &index.Blobs[i]
@@ -145,10 +157,17 @@ func (x *inspection) print(out io.Writer) error {
 	row("Base image", "%s", plain(c.Container.BaseImage))
 	row("Created", "%s", c.Created.Local().Format(time.RFC3339))
 	row("Host", "Linux %s, %s, CRIU %s, %s", plain(c.Host.Kernel), plain(c.Host.Architecture), plain(c.Host.CRIU), plain(c.Host.Runtime))
+	for _, r := range x.Encrypted {
+		row("Encrypted for", "%s", plain(r))
+	}
 	m := c.Memory
 	row("Memory", "%s: lazy %s (zero %s), eager %s", size(m.Total), size(m.Lazy), size(m.Zero), size(m.Eager))
 	row("In registry", "state %s, page index %s, pages %s", size(x.Sizes.State), size(x.Sizes.PageIndex), size(x.Sizes.Pages))
 	for i, b := range x.Blobs {
+		if x.Encrypted != nil {
+			row(fmt.Sprintf("Page blob %d", i), "%s, %s", b.Digest, size(b.Size))
+			continue
+		}
 		row(fmt.Sprintf("Page blob %d", i), "%s, %s in %d chunks, %d of them used", b.Digest, size(b.Size), b.Chunks, b.Used)
 	}
 	if c.Container.GPU {

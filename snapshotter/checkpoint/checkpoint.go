@@ -38,6 +38,9 @@ const (
 	MediaTypePageIndex = "application/vnd.thaw.checkpoint.pageindex.v1"
 	// MediaTypePages is a layer that is a page blob.
 	MediaTypePages = "application/vnd.thaw.checkpoint.pages.v1+zstd"
+	// EncryptedSuffix is behind the media types of state, page index and pages that
+	// are encrypted (package seal), as it is in encrypted container images.
+	EncryptedSuffix = "+encrypted"
 
 	// LabelID is a label in the runnable image's config that makes the config's
 	// digest unique to the checkpoint: CRI identifies an image by that digest,
@@ -209,6 +212,9 @@ type Image struct {
 	State     v1.Descriptor
 	PageIndex v1.Descriptor
 	Pages     []v1.Descriptor
+	// Keys are the annotations with the wrapped key of an encrypted checkpoint (package
+	// wrap); nil if state, page index and pages are in plain.
+	Keys map[string]string
 }
 
 // Find returns the descriptor of the checkpoint manifest in an OCI index, which is
@@ -279,8 +285,13 @@ func ParseManifest(desc v1.Descriptor, p []byte) (*Image, error) {
 	if m.Config.MediaType != MediaTypeConfig {
 		return nil, fmt.Errorf("%w: config has media type %.64q", ErrFormat, m.Config.MediaType)
 	}
+	encrypted := 0
 	for _, l := range m.Layers {
-		switch l.MediaType {
+		kind, ok := strings.CutSuffix(l.MediaType, EncryptedSuffix)
+		if ok {
+			encrypted++
+		}
+		switch kind {
 		case MediaTypeState:
 			if img.State.Digest != "" {
 				return nil, fmt.Errorf("%w: manifest has two state layers", ErrFormat)
@@ -299,6 +310,14 @@ func ParseManifest(desc v1.Descriptor, p []byte) (*Image, error) {
 	}
 	if img.State.Digest == "" || img.PageIndex.Digest == "" {
 		return nil, fmt.Errorf("%w: manifest lacks state or page index", ErrFormat)
+	}
+	if encrypted > 0 {
+		if encrypted < len(m.Layers) {
+			return nil, fmt.Errorf("%w: %d of %d layers are encrypted, all or none must be", ErrFormat, encrypted, len(m.Layers))
+		}
+		if err := img.takeKeys(); err != nil {
+			return nil, err
+		}
 	}
 	known := make(map[digest.Digest]bool)
 	for _, d := range append([]v1.Descriptor{img.Config, img.State, img.PageIndex}, img.Pages...) {

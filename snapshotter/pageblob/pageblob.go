@@ -6,7 +6,8 @@
 // A page blob is a concatenation of chunks. A chunk is one zstd frame that
 // decompresses to at most ChunkPages whole pages and depends on nothing before
 // it, so that it can be fetched, verified and cached alone. Since zstd decoders
-// accept concatenated frames, the whole blob is a valid zstd stream too.
+// accept concatenated frames, the whole blob is a valid zstd stream too. In an encrypted
+// blob each frame is sealed (package seal).
 //
 // Encode and Decode are for one chunk. A Writer turns the pages of processes
 // into blobs and the page index that belongs to them. docs/image-format.md
@@ -23,6 +24,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 
 	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/seal"
 )
 
 const (
@@ -90,6 +92,27 @@ func Encode(dst, content []byte) ([]byte, error) {
 // ever written beyond dst. After an error, dst's content is undefined. Errors
 // wrap ErrDamaged. Safe for concurrent use.
 func Decode(dst []byte, c pageindex.Chunk, frame []byte) error {
+	if err := verify(dst, c, frame); err != nil {
+		return err
+	}
+	return decompress(dst, frame)
+}
+
+// DecodeSealed does the same for a chunk of an encrypted blob, whose number in the blob it
+// must be told. The content of sealed is undefined afterwards.
+func DecodeSealed(dst []byte, c pageindex.Chunk, sealed []byte, key *seal.Blob, number int) error {
+	if err := verify(dst, c, sealed); err != nil {
+		return err
+	}
+	frame, err := key.Open(sealed, number, c.Pages)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrDamaged, err)
+	}
+	return decompress(dst, frame)
+}
+
+// verify compares a chunk with what the page index says of it.
+func verify(dst []byte, c pageindex.Chunk, frame []byte) error {
 	want := int(c.Pages) * pageindex.PageSize
 	if c.Pages == 0 || c.Pages > pageindex.MaxChunkPages || len(dst) != want {
 		return fmt.Errorf("%w: room for %d bytes was given for %d pages", ErrDamaged, len(dst), c.Pages)
@@ -100,7 +123,7 @@ func Decode(dst []byte, c pageindex.Chunk, frame []byte) error {
 	if sum := sha256.Sum256(frame); sum != c.SHA256 {
 		return fmt.Errorf("%w: its digest is sha256:%x instead of sha256:%x", ErrDamaged, sum, c.SHA256)
 	}
-	return decompress(dst, frame)
+	return nil
 }
 
 // decompress fills dst with the content of a frame, which may be hostile.

@@ -14,6 +14,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/seal"
 )
 
 // Options say how a Writer works.
@@ -27,6 +28,9 @@ type Options struct {
 	MaxBlob int64
 	// Known are chunks that need not be written.
 	Known *Known
+	// Seal encrypts each blob with a key of its own; see Writer.Keys. Known must be
+	// empty then.
+	Seal bool
 	// Progress is called after each chunk with what has been done so far, from
 	// one goroutine.
 	Progress func(Stats)
@@ -362,6 +366,9 @@ func (w *Writer) Close() (index *pageindex.Index, fresh int, stats Stats, err er
 	return w.index(), len(w.emit.blobs), w.stats(), nil
 }
 
+// Keys returns, after Close, the keys of the index's blobs if they are encrypted.
+func (w *Writer) Keys() []*seal.Blob { return w.emit.keys }
+
 func (w *Writer) stats() Stats {
 	s := w.emit.stats // its Pages are those in chunks
 	s.Zero = w.zero
@@ -418,6 +425,8 @@ type emitter struct {
 	pages   uint64
 	chunks  []pageindex.Chunk
 	blobs   []pageindex.Blob // finished
+	keys    []*seal.Blob     // of the blobs, that of the sink included, if they are encrypted
+	sealed  []byte
 	written map[[sha256.Size]byte]place
 	places  []place // of each chunk by its running number
 	stats   Stats
@@ -437,7 +446,7 @@ func (e *emitter) chunk(j *job) error {
 		e.stats.Reused += int64(len(j.content))
 	default:
 		at = place{blob: len(e.blobs), page: e.pages, pages: n}
-		if err := e.write(pageindex.Chunk{SHA256: j.sum, Size: uint32(len(j.frame)), Pages: n}, j.frame); err != nil {
+		if err := e.write(j.sum, j.frame, n); err != nil {
 			return err
 		}
 		e.written[j.sum] = at
@@ -456,14 +465,23 @@ func (e *emitter) chunk(j *job) error {
 	return nil
 }
 
-func (e *emitter) write(c pageindex.Chunk, frame []byte) error {
+// write writes a frame with that digest, which holds so many pages.
+func (e *emitter) write(sum [sha256.Size]byte, frame []byte, pages uint32) error {
 	if e.sink == nil {
 		s, err := e.opts.Open()
 		if err != nil {
 			return err
 		}
 		e.sink = s
+		if e.opts.Seal {
+			e.keys = append(e.keys, seal.NewBlob(seal.NewKey()))
+		}
 	}
+	if e.opts.Seal {
+		e.sealed = e.keys[len(e.keys)-1].Seal(e.sealed[:0], frame, len(e.chunks), pages)
+		frame, sum = e.sealed, sha256.Sum256(e.sealed)
+	}
+	c := pageindex.Chunk{SHA256: sum, Size: uint32(len(frame)), Pages: pages}
 	if _, err := e.sink.Write(frame); err != nil {
 		return err
 	}

@@ -16,6 +16,7 @@ import (
 
 	"thaw.dev/thaw/snapshotter/pageindex"
 	"thaw.dev/thaw/snapshotter/pagestore/pagefile"
+	"thaw.dev/thaw/snapshotter/seal"
 )
 
 // Blob is one page blob in the store. It is used by as many as acquired it.
@@ -23,6 +24,7 @@ type Blob struct {
 	files
 	store *Store
 	index pageindex.Blob
+	seal  *seal.Blob // opens its chunks; nil if they are in plain
 
 	// Guarded by store.mu:
 	refs     int
@@ -32,8 +34,12 @@ type Blob struct {
 
 // Acquire opens a blob's folder, which is made if there is none or if the one there
 // is cannot be trusted. Until the blob is released, it is not evicted.
-func (s *Store) Acquire(index *pageindex.Blob) (*Blob, error) {
-	key := index.Key()
+//
+// The blob of an encrypted checkpoint is opened with its key, nil for others. Its folder's name is
+// made of that key: a page index which lists the blob's chunks, but was not made by
+// somebody who has the key, does not come to what other images' restores have opened.
+func (s *Store) Acquire(index *pageindex.Blob, opener *seal.Blob) (*Blob, error) {
+	key := folderKey(index, opener)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
@@ -57,7 +63,7 @@ func (s *Store) Acquire(index *pageindex.Blob) (*Blob, error) {
 	}
 	b := &Blob{
 		files: files{dir: filepath.Join(s.opts.Dir, key), boot: s.boot, chunks: len(index.Chunks), size: int64(index.Pages()) * pageindex.PageSize},
-		store: s, index: *index, refs: 1, wants: make(map[int]*want),
+		store: s, index: *index, seal: opener, refs: 1, wants: make(map[int]*want),
 	}
 	if err := s.openFiles(b); err != nil {
 		return nil, fmt.Errorf("page store: %w", err)

@@ -79,7 +79,7 @@ func TestFullDisk(t *testing.T) {
 	var used []*Blob
 	for _, i := range []int{6, 7} {
 		var b *Blob
-		if b, err = s.Acquire(&f[i].blob); err != nil {
+		if b, err = s.Acquire(&f[i].blob, nil); err != nil {
 			break
 		}
 		used = append(used, b)
@@ -114,7 +114,7 @@ func TestFullDiskAtTheStart(t *testing.T) {
 	bb := load(t, s, b)
 	check(t, bb, b)
 	fill("two")
-	if _, err := s.Acquire(&a.blob); !errdefs.IsResourceExhausted(err) {
+	if _, err := s.Acquire(&a.blob, nil); !errdefs.IsResourceExhausted(err) {
 		t.Errorf("no block is left and nothing to evict: %v", err)
 	}
 	bb.Release()
@@ -260,7 +260,7 @@ func TestOutOfDescriptors(t *testing.T) {
 		return err
 	}
 	err := scarcely(func() error {
-		_, err := s.Acquire(&f.blob)
+		_, err := s.Acquire(&f.blob, nil)
 		return err
 	})
 	if !scarce(err) {
@@ -269,7 +269,7 @@ func TestOutOfDescriptors(t *testing.T) {
 	b := acquire(t, s, f)
 	check(t, b, f)
 	if err := scarcely(func() error {
-		_, err := s.Acquire(&f.blob)
+		_, err := s.Acquire(&f.blob, nil)
 		return err
 	}); !scarce(err) {
 		t.Errorf("got %v", err)

@@ -9,7 +9,8 @@
 //	DIR/.tmp-*       half-made or half-removed; cleaned at the start
 //
 // KEY is pageindex.Blob.Key: it says what the content must be, so all images
-// that refer to the same content share a folder. A bit is set only after the
+// that refer to the same content share a folder. That of an encrypted checkpoint's blob is
+// made with the blob's key, too, and ends in ".sealed". A bit is set only after the
 // chunk's pages were written; both are seen by every process that maps the files
 // at once. That holds for one boot only: what was written may not have reached
 // the disk when a machine goes down, so content of another boot is discarded. So is a
@@ -279,17 +280,22 @@ func (s *Store) removeOldest() bool {
 	if oldest == nil {
 		return false
 	}
-	gone, err := s.discard(oldest.key)
-	delete(s.folders, oldest.key)
-	s.bytes.Add(-oldest.size)
+	s.remove(oldest)
+	s.evictions.Add(1)
+	return true
+}
+
+// remove removes a folder that nobody uses. store.mu is held.
+func (s *Store) remove(f *folder) {
+	gone, err := s.discard(f.key)
+	delete(s.folders, f.key)
+	s.bytes.Add(-f.size)
 	if err == nil {
 		err = os.RemoveAll(gone)
 	}
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		log.L.WithError(err).Warn("page store: blob not evicted")
+		log.L.WithError(err).Warn("page store: blob not removed")
 	}
-	s.evictions.Add(1)
-	return true
 }
 
 const tmpPrefix = ".tmp-"

@@ -141,7 +141,7 @@ func openStore(t testing.TB, opts Options) *Store {
 
 func acquire(t testing.TB, s *Store, f *fixture) *Blob {
 	t.Helper()
-	b, err := s.Acquire(&f.blob)
+	b, err := s.Acquire(&f.blob, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -187,7 +187,7 @@ func TestOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range 16 {
 		wg.Go(func() {
-			b, err := s.Acquire(&f.blob)
+			b, err := s.Acquire(&f.blob, nil)
 			if err != nil {
 				t.Error(err)
 				return
@@ -617,7 +617,7 @@ func TestCancelAndClose(t *testing.T) {
 	if err := b.Fetch(t.Context(), src, []int{2}, Demand); !errdefs.IsAborted(err) {
 		t.Fatalf("after close: %v", err)
 	}
-	if _, err := s.Acquire(&f.blob); !errdefs.IsAborted(err) {
+	if _, err := s.Acquire(&f.blob, nil); !errdefs.IsAborted(err) {
 		t.Fatalf("after close: %v", err)
 	}
 }

@@ -109,14 +109,14 @@ func (s *Store) keep(w *want, frame []byte, host string, buf *buffers) error {
 	b := w.blob
 	c := b.index.Chunks[w.chunk]
 	pages := grow(&buf.pages, int(c.Pages)*pageindex.PageSize)
-	err := pageblob.Decode(pages, c, frame)
+	err := b.decode(pages, frame, w.chunk)
 	if err != nil {
 		s.damaged.Add(1)
 		log.G(s.ctx).WithError(err).WithField("host", host).WithField("blob", b.index.Digest).Warnf("chunk %d is damaged, fetching it again", w.chunk)
 		if host, err = s.again(w, frame, host); err != nil {
 			return err
 		}
-		if err := pageblob.Decode(pages, c, frame); err != nil {
+		if err := b.decode(pages, frame, w.chunk); err != nil {
 			s.damaged.Add(1)
 			return fmt.Errorf("chunk %d of page blob %s from %s (push the checkpoint image again: the registry's copy is damaged): %w: %w",
 				w.chunk, b.index.Digest, host, err, errdefs.ErrDataLoss)
@@ -136,6 +136,14 @@ func (s *Store) keep(w *want, frame []byte, host string, buf *buffers) error {
 		s.bytes.Add(int64(len(pages)))
 	}
 	return nil
+}
+
+// decode verifies, opens and decompresses a chunk.
+func (b *Blob) decode(pages, frame []byte, chunk int) error {
+	if b.seal != nil {
+		return pageblob.DecodeSealed(pages, b.index.Chunks[chunk], frame, b.seal, chunk)
+	}
+	return pageblob.Decode(pages, b.index.Chunks[chunk], frame)
 }
 
 func (s *Store) again(w *want, frame []byte, avoid string) (host string, err error) {

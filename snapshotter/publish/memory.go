@@ -11,28 +11,33 @@ import (
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/pageblob"
 	"thaw.dev/thaw/snapshotter/pageindex"
+	"thaw.dev/thaw/snapshotter/seal"
 )
 
 // memory is what became of a dump's pages.
 type memory struct {
 	index *pageindex.Index
-	fresh int // the first so many blobs are new, the others known
+	keys  []*seal.Blob // of its blobs, if they are encrypted
+	fresh int          // the first so many blobs are new, the others known
 	stats pageblob.Stats
 }
 
 // uploadMemory sends the lazy pages of all processes into page blobs.
-func (u *uploader) uploadMemory(ctx context.Context, images *image.Dir, maps []*image.Pagemap, known *pageblob.Known) (memory, error) {
+func (u *uploader) uploadMemory(ctx context.Context, images *image.Dir, maps []*image.Pagemap, known *pageblob.Known, encrypt bool) (memory, error) {
 	var out memory
 	err := attempt(ctx, func() error {
 		w := pageblob.NewWriter(ctx, pageblob.Options{
 			Known: known,
-			Open:  func() (pageblob.Sink, error) { return u.open(ctx, checkpoint.MediaTypePages), nil },
+			Seal:  encrypt,
+			Open: func() (pageblob.Sink, error) {
+				return u.open(ctx, mediaType(checkpoint.MediaTypePages, encrypt)), nil
+			},
 			Progress: func(s pageblob.Stats) {
 				u.meter.update(func(p *Progress) { p.Memory = s.Pages })
 			},
 		})
 		for _, m := range maps {
-			if m.Shared || m.LazySize() == 0 {
+			if m.Shared {
 				continue
 			}
 			if err := addProcess(w, images, m); err != nil {
@@ -43,6 +48,7 @@ func (u *uploader) uploadMemory(ctx context.Context, images *image.Dir, maps []*
 		}
 		var err error
 		out.index, out.fresh, out.stats, err = w.Close()
+		out.keys = w.Keys()
 		return err
 	})
 	if err == nil {
@@ -55,14 +61,15 @@ func (u *uploader) uploadMemory(ctx context.Context, images *image.Dir, maps []*
 const readSize = 1 << 20
 
 func addProcess(w *pageblob.Writer, images *image.Dir, m *image.Pagemap) error {
+	// CRIU asks for a page handler for a process without a lazy page, too.
+	if err := w.Begin(uint32(m.ID)); err != nil || m.LazySize() == 0 {
+		return err
+	}
 	f, err := images.OpenPages(m)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
-	if err := w.Begin(uint32(m.ID)); err != nil {
-		return err
-	}
 	buf := make([]byte, min(readSize, m.LazySize()))
 	for r := range m.Lazy() {
 		if err := addRange(w, f, r, buf); err != nil {

@@ -14,7 +14,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 
 	"github.com/google/go-containerregistry/pkg/authn"
@@ -28,6 +27,7 @@ import (
 	"thaw.dev/thaw/criu/image"
 	"thaw.dev/thaw/snapshotter/checkpoint"
 	"thaw.dev/thaw/snapshotter/registry"
+	"thaw.dev/thaw/snapshotter/seal/wrap"
 )
 
 // Target says where a checkpoint image goes.
@@ -41,6 +41,10 @@ type Target struct {
 	// the one that the container was restored from, are used without being
 	// named here.
 	Reuse []string
+	// Envelope has the key with which state, page index and pages are encrypted; nil:
+	// they are not. An encrypted checkpoint has chunks with no other in common: Reuse must
+	// be empty.
+	Envelope *wrap.Envelope
 	// Progress is called often, from one goroutine at a time. It may be nil.
 	Progress func(Progress)
 }
@@ -53,6 +57,9 @@ type Result struct {
 	Config    *checkpoint.Config
 	// Uploaded is how many bytes were sent.
 	Uploaded int64
+	// Plain is the size of an encrypted checkpoint's layer with what the container
+	// wrote to its root filesystem, which is not encrypted. 0: there is none.
+	Plain int64
 }
 
 // Publish makes a checkpoint image of a dump and uploads it. Errors are one
@@ -135,9 +142,12 @@ func ParseTarget(s string) (name.Tag, error) {
 }
 
 func (u *uploader) publish(ctx context.Context, ref name.Tag, src *Source, to Target, maps []*image.Pagemap, files []stateFile, config *checkpoint.Config) (*Result, error) {
-	earlier, err := u.earlier(ctx, ref, src, to.Reuse)
-	if err != nil {
-		return nil, err
+	earlier := &earlier{}
+	if to.Envelope == nil {
+		var err error
+		if earlier, err = u.earlier(ctx, ref, src, to.Reuse); err != nil {
+			return nil, err
+		}
 	}
 	var (
 		mem     memory
@@ -146,11 +156,11 @@ func (u *uploader) publish(ctx context.Context, ref name.Tag, src *Source, to Ta
 	)
 	g, gctx := errgroup.WithContext(ctx)
 	g.Go(func() (err error) {
-		mem, err = u.uploadMemory(gctx, src.Images, maps, &earlier.known)
+		mem, err = u.uploadMemory(gctx, src.Images, maps, &earlier.known, to.Envelope != nil)
 		return err
 	})
 	g.Go(func() (err error) {
-		state, err = u.stream(gctx, checkpoint.MediaTypeState, func(w io.Writer) error { return writeState(w, files) })
+		state, err = u.uploadState(gctx, files, to.Envelope)
 		return err
 	})
 	g.Go(func() (err error) {
@@ -165,7 +175,7 @@ func (u *uploader) publish(ctx context.Context, ref name.Tag, src *Source, to Ta
 	}
 
 	config.Memory.Zero, config.Memory.Compressed, config.Memory.Reused = mem.stats.Zero, mem.stats.Compressed, mem.stats.Reused
-	cp, err := u.checkpointManifest(ctx, config, state, mem, earlier)
+	cp, err := u.checkpointManifest(ctx, config, state, mem, earlier, to.Envelope)
 	if err != nil {
 		return nil, err
 	}
@@ -187,17 +197,21 @@ func (u *uploader) publish(ctx context.Context, ref name.Tag, src *Source, to Ta
 	d := digest.FromBytes(p)
 	u.meter.mu.Lock()
 	defer u.meter.mu.Unlock()
-	return &Result{Reference: ref.Context().Digest(d.String()).String(), Digest: d, Config: config, Uploaded: u.meter.now.Uploaded}, nil
+	r := &Result{Reference: ref.Context().Digest(d.String()).String(), Digest: d, Config: config, Uploaded: u.meter.now.Uploaded}
+	if to.Envelope != nil && changes != nil {
+		r.Plain = changes.desc.Size
+	}
+	return r, nil
 }
 
 // checkpointManifest uploads what describes the checkpoint and its manifest, and
 // returns the latter's descriptor for the index.
-func (u *uploader) checkpointManifest(ctx context.Context, c *checkpoint.Config, state v1.Descriptor, mem memory, earlier *earlier) (v1.Descriptor, error) {
+func (u *uploader) checkpointManifest(ctx context.Context, c *checkpoint.Config, state v1.Descriptor, mem memory, earlier *earlier, envelope *wrap.Envelope) (v1.Descriptor, error) {
 	p, err := mem.index.Encode()
 	if err != nil {
 		return v1.Descriptor{}, err
 	}
-	index, err := u.bytes(ctx, checkpoint.MediaTypePageIndex, p)
+	index, err := u.uploadIndex(ctx, p, mem, envelope)
 	if err != nil {
 		return v1.Descriptor{}, err
 	}
@@ -211,7 +225,7 @@ func (u *uploader) checkpointManifest(ctx context.Context, c *checkpoint.Config,
 	layers := []v1.Descriptor{state, index}
 	for i := range mem.index.Blobs {
 		b := &mem.index.Blobs[i]
-		desc := v1.Descriptor{MediaType: checkpoint.MediaTypePages, Digest: b.Digest, Size: b.Size()}
+		desc := v1.Descriptor{MediaType: mediaType(checkpoint.MediaTypePages, envelope != nil), Digest: b.Digest, Size: b.Size()}
 		if i >= mem.fresh {
 			if err := u.ensure(ctx, BaseLayer{Descriptor: desc, Repositories: earlier.repositories[b.Digest]}); err != nil {
 				return v1.Descriptor{}, err

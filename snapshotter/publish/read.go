@@ -5,6 +5,7 @@ package publish
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 
@@ -98,8 +99,14 @@ func (i *Image) Config(ctx context.Context) (*checkpoint.Config, error) {
 	return checkpoint.ParseConfig(p)
 }
 
-// PageIndex reads the checkpoint's page index.
+// ErrEncrypted means that the page index of an image cannot be read: it is encrypted.
+var ErrEncrypted = errors.New("the checkpoint is encrypted, and no chunk of its memory can be shared")
+
+// PageIndex reads the checkpoint's page index. That of an encrypted one is ErrEncrypted.
 func (i *Image) PageIndex(ctx context.Context) (*pageindex.Index, error) {
+	if i.Checkpoint.Keys != nil {
+		return nil, ErrEncrypted
+	}
 	p, err := i.blob(ctx, i.Checkpoint.PageIndex, pageindex.MaxEncodedSize)
 	if err != nil {
 		return nil, err

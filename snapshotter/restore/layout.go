@@ -24,6 +24,7 @@ import (
 	"thaw.dev/thaw/snapshotter/pageindex"
 	"thaw.dev/thaw/snapshotter/premount"
 	"thaw.dev/thaw/snapshotter/registry"
+	"thaw.dev/thaw/snapshotter/seal/wrap"
 )
 
 // Limits bound one checkpoint image.
@@ -47,6 +48,7 @@ const (
 //	DIR/KEY/premount/    what is different if the shim makes mounts for CRIU (package premount)
 //	DIR/KEY/pageindex    the verified page index
 //	DIR/KEY/config.json  the checkpoint's config
+//	DIR/KEY/sealed.json  if the checkpoint is encrypted: its page blobs' keys, and its own as the image has it
 //
 // KEY is the digest of the checkpoint manifest. A folder appears whole or not at
 // all, and is shared by all restores of the image.
@@ -55,6 +57,7 @@ type layout struct {
 	dir    string
 	index  *pageindex.Index
 	config *checkpoint.Config
+	sealed *sealed // nil if the checkpoint is in plain
 
 	ready chan struct{} // closed when laid out, or err is set
 	err   error         // written before ready is closed, guarded by layouts.mu
@@ -83,7 +86,8 @@ type layouts struct {
 	dir    string
 	limits Limits
 	meta   *metadata
-	tune   bool // the images are for restores by thaw, on this node
+	keys   *wrap.Keys // of encrypted checkpoints
+	tune   bool       // the images are for restores by thaw, on this node
 
 	mu  sync.Mutex
 	all map[string]*layout
@@ -91,11 +95,11 @@ type layouts struct {
 
 // openLayouts prepares the folder. What earlier runs left in it is kept until
 // prune is called.
-func openLayouts(dir string, limits Limits, meta *metadata) (*layouts, error) {
+func openLayouts(dir string, limits Limits, meta *metadata, keys *wrap.Keys) (*layouts, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("checkpoint images: %w", err)
 	}
-	return &layouts{dir: dir, limits: limits, meta: meta, all: make(map[string]*layout)}, nil
+	return &layouts{dir: dir, limits: limits, meta: meta, keys: keys, all: make(map[string]*layout)}, nil
 }
 
 // prune removes what is on disk but not known: half-made folders, and images
@@ -147,6 +151,9 @@ func (l *layout) load(limits Limits) error {
 	if l.index, err = pageindex.Parse(p); err != nil {
 		return err
 	}
+	if l.sealed, err = readSealed(l.dir, len(l.index.Blobs)); err != nil {
+		return err
+	}
 	l.size, err = diskUsage(l.dir)
 	return err
 }
@@ -181,7 +188,8 @@ func readBounded(path string, limit int64) ([]byte, error) {
 }
 
 // acquire returns the layout of a checkpoint, which is made by the first who
-// asks while others wait. Release it.
+// asks while others wait. Release it. If the checkpoint is encrypted, the node's keys must
+// open it each time.
 func (s *layouts) acquire(ctx context.Context, repo *registry.Repository, manifest v1.Descriptor) (*layout, error) {
 	ctx, span := startSpan(ctx, "Layout")
 	defer span.End()
@@ -214,6 +222,12 @@ func (s *layouts) acquire(ctx context.Context, repo *registry.Repository, manife
 			}
 		}
 		if l.err == nil {
+			if l.sealed != nil && !mine {
+				if _, err := s.keys.Unwrap(ctx, l.sealed.Keys); err != nil {
+					s.release(l)
+					return nil, err
+				}
+			}
 			return l, nil
 		}
 		s.release(l)
@@ -256,10 +270,20 @@ func (s *layouts) release(l *layout) {
 		if unused == 0 || unused <= s.limits.Unused && size <= s.limits.UnusedSize {
 			return
 		}
-		delete(s.all, oldest.key)
-		// Under the lock: the same image may be laid out again at once.
-		if err := os.RemoveAll(oldest.dir); err != nil {
-			log.L.WithError(err).Warn("laid-out checkpoint image not removed")
+		s.remove(oldest)
+	}
+}
+
+// remove removes a layout that nobody uses. The lock is held: the same image may be laid out
+// again at once.
+func (s *layouts) remove(l *layout) {
+	delete(s.all, l.key)
+	if err := os.RemoveAll(l.dir); err != nil {
+		log.L.WithError(err).Warn("laid-out checkpoint image not removed")
+	}
+	if l.sealed != nil && s.meta.pages != nil {
+		for i := range l.index.Blobs {
+			s.meta.pages.Forget(&l.index.Blobs[i], l.sealed.opener(i))
 		}
 	}
 }
@@ -277,6 +301,7 @@ func (s *layouts) lay(ctx context.Context, repo *registry.Repository, desc v1.De
 	if n := img.State.Size; n > s.limits.MaxState {
 		return fmt.Errorf("the checkpoint's state has %d bytes, limits.max_state allows %d: %w", n, s.limits.MaxState, errdefs.ErrResourceExhausted)
 	}
+	key := s.unwrapping(ctx, img)
 	tmp, err := os.MkdirTemp(s.dir, tmpPrefix)
 	if err != nil {
 		return fmt.Errorf("checkpoint images: %w", err)
@@ -290,10 +315,18 @@ func (s *layouts) lay(ctx context.Context, repo *registry.Repository, desc v1.De
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var index errgroup.Group
-	index.Go(func() error { return s.layIndex(ctx, repo, img, l, tmp) })
-	if err := s.layState(ctx, repo, img, l, tmp); err != nil {
+	index.Go(func() error {
+		err := s.layIndex(ctx, repo, img, key, l, tmp)
+		if err != nil {
+			cancel()
+		}
+		return err
+	})
+	if err := s.layState(ctx, repo, img, key, l, tmp); err != nil {
 		cancel()
-		_ = index.Wait() // cancelled
+		if first := index.Wait(); first != nil && errors.Is(err, context.Canceled) {
+			return first
+		}
 		return err
 	}
 	if err := index.Wait(); err != nil {
@@ -316,16 +349,26 @@ func (s *layouts) lay(ctx context.Context, repo *registry.Repository, desc v1.De
 }
 
 // layIndex lays out the page index, and refuses what this node cannot restore.
-func (s *layouts) layIndex(ctx context.Context, repo *registry.Repository, img *checkpoint.Image, l *layout, dir string) error {
+func (s *layouts) layIndex(ctx context.Context, repo *registry.Repository, img *checkpoint.Image, key unwrapped, l *layout, dir string) error {
 	p, err := s.meta.bytes(ctx, repo, img.PageIndex, false, s.limits.MaxPageIndex)
 	if err != nil {
 		return err
+	}
+	if img.Keys != nil {
+		if l.sealed, p, err = openIndex(p, key, img.Keys); err != nil {
+			return err
+		}
 	}
 	if l.index, err = pageindex.Parse(p); err != nil {
 		return fmt.Errorf("%w: %w", checkpoint.ErrFormat, err)
 	}
 	if err := checkBlobs(l.index, img); err != nil {
 		return err
+	}
+	if l.sealed != nil {
+		if err := l.sealed.write(dir, len(l.index.Blobs)); err != nil {
+			return err
+		}
 	}
 	for i := range l.index.Blobs { // better now than when a process waits for a page
 		if err := repo.CheckRanges(l.index.Blobs[i].Size()); err != nil {
@@ -343,7 +386,7 @@ func (s *layouts) layIndex(ctx context.Context, repo *registry.Repository, img *
 }
 
 // layState lays out all but the page index. It refuses, before anything is unpacked, what this node cannot restore.
-func (s *layouts) layState(ctx context.Context, repo *registry.Repository, img *checkpoint.Image, l *layout, dir string) error {
+func (s *layouts) layState(ctx context.Context, repo *registry.Repository, img *checkpoint.Image, key unwrapped, l *layout, dir string) error {
 	var state *os.File
 	var config []byte
 	g, gctx := errgroup.WithContext(ctx)
@@ -368,7 +411,13 @@ func (s *layouts) layState(ctx context.Context, repo *registry.Repository, img *
 	if err := checkHost(l.config); err != nil {
 		return err
 	}
-	return s.unpack(ctx, dir, state, config)
+	var content io.Reader = state
+	if img.Keys != nil {
+		if content, err = openState(state, key); err != nil {
+			return err
+		}
+	}
+	return s.unpack(ctx, dir, content, config)
 }
 
 func (s *layouts) unpack(ctx context.Context, dir string, state io.Reader, config []byte) error {

@@ -166,6 +166,7 @@ func (m *Manager) sweep() {
 			log.G(m.ctx).WithError(err).Warn("restore of a container that is gone")
 		}
 	}
+	m.sweepSealed()
 }
 
 var errGone = errors.New("container is gone")
@@ -207,6 +208,7 @@ func (m *Manager) recoverOne(ctx context.Context, path string) (err error) {
 	if err != nil {
 		return err
 	}
+	m.layouts.note(r.layout, r.record.Namespace, r.record.Image)
 	if err := m.take(r); err != nil {
 		return err
 	}

@@ -39,6 +39,7 @@ import (
 	"thaw.dev/thaw/snapshotter/pagestore"
 	"thaw.dev/thaw/snapshotter/policy"
 	"thaw.dev/thaw/snapshotter/registry"
+	"thaw.dev/thaw/snapshotter/seal/wrap"
 	"thaw.dev/thaw/snapshotter/workingset"
 )
 
@@ -65,6 +66,8 @@ type Options struct {
 	FillDelay time.Duration
 	// Trust decides which images may be restored.
 	Trust *policy.Policy
+	// Keys open encrypted checkpoints; nil: there are none.
+	Keys *wrap.Keys
 	// CheckCRIU returns nil if the node's CRIU can restore lazily.
 	CheckCRIU func(context.Context) error
 	// Admit returns nil if the images in a folder may be restored as a container
@@ -127,7 +130,10 @@ func Open(ctx context.Context, opts Options) (*Manager, error) {
 		return nil, err
 	}
 	m := &Manager{opts: opts, sets: sets, restores: make(map[string]*restored), repos: make(map[string]*repository), lookups: make(map[string]*lookup), indexes: make(map[digest.Digest]v1.Descriptor)}
-	if m.layouts, err = openLayouts(filepath.Join(opts.StateDir, "images"), opts.Limits, meta); err != nil {
+	if opts.Keys == nil {
+		opts.Keys = &wrap.Keys{}
+	}
+	if m.layouts, err = openLayouts(filepath.Join(opts.StateDir, "images"), opts.Limits, meta, opts.Keys); err != nil {
 		return nil, err
 	}
 	m.layouts.tune = true
@@ -139,6 +145,9 @@ func Open(ctx context.Context, opts Options) (*Manager, error) {
 	if err := m.layouts.prune(); err != nil {
 		m.cancel()
 		return nil, err
+	}
+	if opts.Pages != nil {
+		opts.Pages.ForgetSealed() // of those whose layouts are no more
 	}
 	m.sweeper.Go(m.sweepAgain)
 	return m, nil
@@ -274,6 +283,7 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 	if r.layout, err = m.layouts.acquire(ctx, r.repo.Repository, manifest); err != nil {
 		return nil, err
 	}
+	m.layouts.note(r.layout, req.GetNamespace(), w.image)
 	if err := m.admit(ctx, r, "", spec); err != nil {
 		return nil, err
 	}
@@ -351,7 +361,7 @@ func ID(namespace, container string) string { return namespace + "/" + container
 // take opens a restore's page blobs.
 func (m *Manager) take(r *restored) error {
 	for i := range r.layout.index.Blobs {
-		b, err := m.opts.Pages.Acquire(&r.layout.index.Blobs[i])
+		b, err := m.opts.Pages.Acquire(&r.layout.index.Blobs[i], r.layout.sealed.opener(i))
 		if err != nil {
 			return err
 		}

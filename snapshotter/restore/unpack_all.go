@@ -20,12 +20,13 @@ import (
 	"thaw.dev/thaw/snapshotter/pageblob"
 	"thaw.dev/thaw/snapshotter/pageindex"
 	"thaw.dev/thaw/snapshotter/registry"
+	"thaw.dev/thaw/snapshotter/seal/wrap"
 )
 
 // UnpackAll downloads a whole checkpoint and writes it to dir, which must not
 // exist, as complete CRIU images with all pages in their files: what `runc
 // restore` needs without thaw. All of it is verified, and checked as before a
-// restore on this machine.
+// restore on this machine. Encrypted checkpoints are refused.
 func UnpackAll(ctx context.Context, repo *registry.Repository, manifest v1.Descriptor, dir string, limits Limits) (err error) {
 	tmp, err := os.MkdirTemp(filepath.Dir(dir), tmpPrefix)
 	if err != nil {
@@ -36,7 +37,7 @@ func UnpackAll(ctx context.Context, repo *registry.Repository, manifest v1.Descr
 	if err != nil {
 		return err
 	}
-	all, err := openLayouts(filepath.Join(tmp, "images"), limits, meta)
+	all, err := openLayouts(filepath.Join(tmp, "images"), limits, meta, &wrap.Keys{})
 	if err != nil {
 		return err
 	}
