@@ -39,6 +39,7 @@ packages=(
 	gcc libc6-dev libseccomp-dev pkg-config patchelf   # runc needs cgo and libseccomp; the CRIU prefix needs patchelf
 	containernetworking-plugins iptables iproute2      # pod networks; CRIU locks connections with iptables
 	util-linux                                         # nsenter, for the stack that `make up` leaves running
+	systemd                                            # tests run the daemon under its unit
 	skopeo mmdebstrap zstd                             # move images; make the workloads' root filesystem
 )
 

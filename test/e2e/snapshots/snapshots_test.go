@@ -3,7 +3,7 @@
 //go:build linux
 
 // Package snapshots tests a node whose root filesystems come from the daemon's snapshots service: plain and eStargz images run,
-// and checkpoints restore on top of both.
+// and checkpoints restore on top of both. The daemon runs as a service of systemd, restricted as its unit says.
 package snapshots
 
 import (
@@ -11,6 +11,7 @@ import (
 	"compress/gzip"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"os"
 	"os/exec"
@@ -123,6 +124,19 @@ func TestSnapshotsService(t *testing.T) {
 	}
 	defer func() {
 		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if err := s.StopDaemon(ctx); err != nil {
+		t.Fatal(err)
+	}
+	// With all that the unit takes away from it.
+	unit, err := s.StartUnit(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := errors.Join(s.RemoveAllPods(context.Background()), unit.Stop(context.Background())); err != nil {
 			t.Error(err)
 		}
 	}()
