@@ -60,6 +60,10 @@ const (
 	// maxPerField bounds the differences that are collected for one field: a bad
 	// field in a thousand tasks is one mistake.
 	maxPerField = 4
+	// maxFound bounds all of them: each mount is a field of its own.
+	maxFound = 256
+	// maxPath bounds a path in bytes, as the kernel does (PATH_MAX).
+	maxPath = 4096
 )
 
 // Refusal is the error of Check: the first differences that were found. It is an
@@ -185,10 +189,14 @@ type check struct {
 	// tmpfsLinks are the symbolic links in all tmpfs mounts, without their mount
 	// points.
 	tmpfsLinks map[string]bool
+	linkBytes  int // in their paths
 	found      []Difference
 }
 
 func (c *check) refuse(d Difference) {
+	if len(c.found) == maxFound {
+		return
+	}
 	n := 0
 	for i := range c.found {
 		if c.found[i].Field == d.Field {
@@ -228,7 +236,7 @@ func quote(s string) string {
 	return strings.Trim(strconv.QuoteToASCII(s), `"`)
 }
 
-// inside reports whether p is an absolute path in its shortest form.
+// inside reports whether p is an absolute path in its shortest form, of a length that paths can have.
 func inside(p string) bool {
-	return strings.HasPrefix(p, "/") && path.Clean(p) == p && !strings.ContainsRune(p, 0)
+	return len(p) < maxPath && strings.HasPrefix(p, "/") && path.Clean(p) == p && !strings.ContainsRune(p, 0)
 }

@@ -18,7 +18,8 @@ import (
 // memory, which counts as the container's.
 const (
 	maxArchiveSize    = 4 << 30
-	maxArchiveEntries = 1 << 20
+	maxArchiveEntries = 1 << 18
+	maxArchiveLinks   = 16 << 20 // bytes in the paths of links, which are remembered
 )
 
 // archives checks the content of tmpfs mounts, which CRIU has the host's tar
@@ -28,20 +29,20 @@ func (c *check) archives() error {
 	if r := c.spec.Linux.Resources; r != nil && r.Memory != nil && r.Memory.Limit != nil && *r.Memory.Limit > 0 {
 		budget = min(budget, *r.Memory.Limit)
 	}
-	most := budget
+	most, entries := budget, maxArchiveEntries
 	for _, f := range c.dir.Files() {
 		if f.Kind != image.Archive {
 			continue
 		}
-		if err := c.archive(f.Name, &budget, most); err != nil {
+		if err := c.archive(f.Name, &budget, &entries, most); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// archive checks one archive. What it unpacks to is taken from the budget, which was most at first.
-func (c *check) archive(file string, budget *int64, most int64) error {
+// archive checks one archive. What it unpacks to is taken from the budget, which was most at first, its entries from left.
+func (c *check) archive(file string, budget *int64, left *int, most int64) error {
 	f, err := c.dir.Open(file)
 	if err != nil {
 		return err
@@ -56,13 +57,12 @@ func (c *check) archive(file string, budget *int64, most int64) error {
 	limited := &io.LimitedReader{R: z, N: *budget + 1}
 	r := tar.NewReader(limited)
 	links := make(map[string]bool)
-	entries := 0
-	for ; ; entries++ {
+	for ; ; *left-- {
 		h, err := r.Next()
 		if errors.Is(err, io.EOF) {
 			break
 		}
-		if limited.N == 0 || entries == maxArchiveEntries {
+		if limited.N == 0 || *left == 0 {
 			return fmt.Errorf("%w: tmpfs archives unpack to more than %d bytes or %d files", image.ErrFormat, most, maxArchiveEntries)
 		}
 		if err != nil {
@@ -84,6 +84,10 @@ func (c *check) archived(file string, h *tar.Header, links map[string]bool) {
 			Remedy: "make the checkpoint from a container without it",
 		})
 	}
+	if len(name) >= maxPath {
+		bad("a path that is too long")
+		return
+	}
 	if path.IsAbs(name) || name == ".." || strings.HasPrefix(name, "../") || strings.ContainsRune(h.Name, 0) {
 		bad("a path that leads out of it")
 		return
@@ -97,6 +101,10 @@ func (c *check) archived(file string, h *tar.Header, links map[string]bool) {
 	switch h.Typeflag {
 	case tar.TypeReg, tar.TypeDir, tar.TypeFifo, tar.TypeGNUSparse:
 	case tar.TypeSymlink:
+		if c.linkBytes += len(name); c.linkBytes > maxArchiveLinks {
+			bad("too many links")
+			return
+		}
 		links[name], c.tmpfsLinks[name] = true, true
 	case tar.TypeLink:
 		if t := path.Clean(h.Linkname); path.IsAbs(t) || t == ".." || strings.HasPrefix(t, "../") {

@@ -97,6 +97,9 @@ func (c *check) resolve(destination string) string {
 // The paths of open files have no links when they are dumped. Those of sockets
 // may have.
 func (c *check) walk(p string, follow bool, mounts map[string]specs.Mount) (at string, ok bool) {
+	if len(p) >= maxPath {
+		return "", false
+	}
 	if c.rootfs == nil {
 		return path.Clean("/" + p), true
 	}

@@ -54,9 +54,8 @@ func (t FileType) String() string {
 	return fmt.Sprintf("file of type %d", uint32(t))
 }
 
-// maxOpenFiles bounds the open files in images: as many as one process may have by
-// default (fs.nr_open).
-const maxOpenFiles = 1 << 20
+// maxOpenFiles bounds the open files in images. A dump of so many takes minutes.
+const maxOpenFiles = 1 << 18
 
 // OpenFile is one open file description, which several descriptors may share.
 type OpenFile struct {

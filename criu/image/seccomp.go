@@ -24,6 +24,9 @@ type Filter struct {
 const (
 	instructionSize = 8
 	maxProgram      = 4096 * instructionSize
+	// maxChain bounds the filters that one thread is under: the kernel lets them have 32768
+	// instructions together, and counts four more for each.
+	maxChain = 32768 / 5
 )
 
 // Filters returns the seccomp filters in seccomp.img; none if no thread had any.
@@ -35,6 +38,7 @@ func (d *Dir) Filters() ([]Filter, error) {
 		return nil, err
 	}
 	var out []Filter
+	depth := make([]int, len(e.GetSeccompFilters()))
 	for i, f := range e.GetSeccompFilters() {
 		filter := Filter{Program: f.GetFilter(), Prev: -1, Flags: f.GetFlags()}
 		if n := len(filter.Program); n == 0 || n > maxProgram || n%instructionSize != 0 {
@@ -44,6 +48,9 @@ func (d *Dir) Filters() ([]Filter, error) {
 			filter.Prev = int(f.GetPrev())
 			if filter.Prev >= i {
 				return nil, fmt.Errorf("%w: %s: filter %d comes before filter %d that it stands on", ErrFormat, name, i, filter.Prev)
+			}
+			if depth[i] = depth[filter.Prev] + 1; depth[i] >= maxChain {
+				return nil, fmt.Errorf("%w: %s: filter %d stands on more than %d others", ErrFormat, name, i, maxChain)
 			}
 		}
 		out = append(out, filter)

@@ -26,7 +26,7 @@ type Tmpfs struct {
 // none is shared with other mounts or deleted.
 func (d *Dir) Tmpfs() ([]Tmpfs, error) {
 	var out []Tmpfs
-	var not []uint32
+	known, not := make(map[uint32]bool), make(map[uint32]bool)
 	err := d.mountEntries(func(_ string, e *mnt.MntEntry) error {
 		dev := e.GetRootDev()
 		t := Tmpfs{
@@ -39,14 +39,15 @@ func (d *Dir) Tmpfs() ([]Tmpfs, error) {
 		if e.GetFstype() != uint32(mnt.Fstype_TMPFS) || e.SbFlags == nil || e.GetSbFlags()&^unix.MS_RDONLY != 0 ||
 			e.GetRoot() != "/" || e.GetSharedId() != 0 || e.GetMasterId() != 0 || e.GetDeleted() ||
 			e.GetWithPlugin() {
-			not = append(not, dev)
+			not[dev] = true
 		}
-		if !slices.ContainsFunc(out, func(o Tmpfs) bool { return o.Device == dev }) {
+		if !known[dev] {
+			known[dev] = true
 			out = append(out, t)
 		}
 		return nil
 	})
-	return slices.DeleteFunc(out, func(t Tmpfs) bool { return slices.Contains(not, t.Device) }), err
+	return slices.DeleteFunc(out, func(t Tmpfs) bool { return not[t.Device] }), err
 }
 
 // GiveMounts returns by their names the images that must be others for CRIU to be

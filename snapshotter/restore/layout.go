@@ -463,6 +463,10 @@ func tuneImages(root *os.Root, dir string) error {
 	return planMounts(root, images)
 }
 
+// maxPremounts bounds the mounts that the shim makes for CRIU, and the archives that are read to plan them. A
+// container has three or so.
+const maxPremounts = 64
+
 // planMounts writes down which mounts the shim makes for CRIU.
 func planMounts(root *os.Root, images *image.Dir) error {
 	list, err := images.Tmpfs()
@@ -471,7 +475,7 @@ func planMounts(root *os.Root, images *image.Dir) error {
 	}
 	var plan premount.Plan
 	keys := make(map[uint32]string)
-	for _, t := range list {
+	for _, t := range list[:min(len(list), maxPremounts)] {
 		f, err := images.Open(t.Archive)
 		if err != nil {
 			return err

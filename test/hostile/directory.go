@@ -8,6 +8,7 @@ import (
 
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/inventory"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/netdev"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/seccomp"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/userns"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -136,6 +137,20 @@ func frameTricks() []Trick {
 			Name: "millions-of-filters", Says: "seccomp.img message 0 is damaged, or holds more than",
 			Make: func(i *Image) {
 				i.put("seccomp.img", framed(i.content("seccomp.img")[:8], many(1, 7<<20)))
+			},
+		},
+		{
+			Name: "endless-chain-of-filters", Says: "stands on more than 6553 others",
+			Make: func(i *Image) {
+				e := &seccomp.SeccompEntry{}
+				for n := range uint32(10_000) {
+					f := &seccomp.SeccompFilter{Filter: make([]byte, 8), Flags: proto.Uint32(1)}
+					if n > 0 {
+						f.Prev = proto.Uint32(n - 1)
+					}
+					e.SeccompFilters = append(e.SeccompFilters, f)
+				}
+				i.put("seccomp.img", framed(i.content("seccomp.img")[:8], encode(e)))
 			},
 		},
 		{

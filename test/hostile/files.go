@@ -3,6 +3,8 @@
 package hostile
 
 import (
+	"strings"
+
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fdinfo"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fh"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/fown"
@@ -87,6 +89,7 @@ func fileTricks() []Trick {
 	kind := func(t fdinfo.FdTypes) func(*Image) { return adds(&fdinfo.FileEntry{Type: t.Enum()}) }
 	return []Trick{
 		{Name: "path-with-dots", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Name = proto.String("/../../etc/shadow") }), Says: "open file: the checkpoint has /../../etc/shadow"},
+		{Name: "path-of-megabytes", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Name = proto.String(strings.Repeat("/b", 4<<20)) }), Says: "open file: the checkpoint has /b/b/b"},
 		{Name: "relative-path", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Name = proto.String("etc/shadow") }), Says: "open file: the checkpoint has etc/shadow"},
 		{Name: "path-with-control-characters", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Name = proto.String("/x/../\x1b]0;owned\x07\nforged log entry") }), Says: `/x/../\x1b]0;owned\a\nforged log entry`},
 		{Name: "inherited-file", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Ext = proto.Bool(true) }), Says: "from outside, the pod's spec has no such file"},
@@ -161,6 +164,9 @@ func socketTricks() []Trick {
 		{Name: "socket-of-the-host", Make: adds(&fdinfo.FileEntry{Type: fdinfo.FdTypes_UNIXSK.Enum(), Usk: &sk_unix.UnixSkEntry{Id: proto.Uint32(more), Uflags: proto.Uint32(1), Name: []byte("/run/containerd/containerd.sock")}}), Says: "a connection out of the container (/run/containerd/containerd.sock)"},
 		{Name: "inherited-socket", Make: adds(&fdinfo.FileEntry{Type: fdinfo.FdTypes_UNIXSK.Enum(), Usk: &sk_unix.UnixSkEntry{Id: proto.Uint32(more), Uflags: proto.Uint32(8), Name: []byte("\x00criu")}}), Says: `a connection out of the container (\x00criu)`},
 		{Name: "socket-in-a-volume", Pod: volume, Make: unprivileged(&fdinfo.FileEntry{Type: fdinfo.FdTypes_UNIXSK.Enum(), Usk: &sk_unix.UnixSkEntry{Id: proto.Uint32(more), Name: []byte("/data/agent.sock")}}), Says: "unix socket: the checkpoint has /data/agent.sock"},
+		{Name: "socket-in-a-folder-of-megabytes", Make: adds(&fdinfo.FileEntry{Type: fdinfo.FdTypes_UNIXSK.Enum(), Usk: &sk_unix.UnixSkEntry{
+			Id: proto.Uint32(more), Name: []byte("x"), NameDir: proto.String(strings.Repeat("/c", 4<<20)),
+		}}), Says: "unix socket: the checkpoint has /c/c/c"},
 		{Name: "socket-of-another-network", Make: adds(inet(&sk_inet.InetSkEntry{Type: proto.Uint32(unix.SOCK_STREAM), NsId: proto.Uint32(4711)})), Says: "a inet socket of another network"},
 		{Name: "netlink-of-another-network", Make: adds(netlink(&sk_netlink.NetlinkSkEntry{NsId: proto.Uint32(4711)})), Says: "a netlink socket of another network"},
 		{Name: "packet-socket-of-another-network", Make: adds(&fdinfo.FileEntry{Type: fdinfo.FdTypes_PACKETSK.Enum(), Psk: &packet.PacketSockEntry{Id: proto.Uint32(more), NsId: proto.Uint32(4711)}}), Says: "a packet socket of another network"},

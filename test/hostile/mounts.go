@@ -3,6 +3,7 @@
 package hostile
 
 import (
+	"fmt"
 	"strings"
 
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/cgroup"
@@ -123,6 +124,15 @@ func mountTricks() []Trick {
 			place(l, "/proc/sys").ParentMntId = place(l, "/").MntId
 			return l
 		}), Says: "/proc/sys, which is not on the mount above it"},
+		{Name: "mountpoint-of-megabytes", Make: at("/dev/shm", func(e *mnt.MntEntry) { e.Mountpoint = proto.String(strings.Repeat("/a", 4<<20)) }), Says: "mount: the checkpoint has /a/a/a"},
+		{Name: "thousands-of-mounts", Make: mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry {
+			for n := range uint32(20_000) {
+				m := proto.Clone(place(l, "/dev")).(*mnt.MntEntry)
+				m.MntId, m.Mountpoint, m.SbFlags = proto.Uint32(10_000+n), proto.String(fmt.Sprint("/m", n)), proto.Uint32(unix.MS_BIND)
+				l = append(l, m)
+			}
+			return l
+		}), Says: "mount /m0: the checkpoint has flags 0x1000"},
 		{Name: "mount-twice", Make: mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry { return append(l, l[0]) }), Says: "is in the images twice"},
 		{Name: "no-mounts", Make: func(i *Image) { i.remove(i.first("mountpoints-")) }, Says: "no mounts in the images"},
 		{Name: "control-group-of-others", Make: edit("cgroup.img", func(e *cgroup.CgroupEntry) {

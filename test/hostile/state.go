@@ -11,6 +11,9 @@ import (
 	"io"
 	"strings"
 
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/mnt"
+	"google.golang.org/protobuf/proto"
+
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 
@@ -193,6 +196,26 @@ func tmpfsTricks() []Trick {
 		{Name: "tmpfs-absolute-path", Make: archive(tar.Header{Typeflag: tar.TypeReg, Name: "/etc/cron.d/evil"}), Says: "a path that leads out of it (/etc/cron.d/evil"},
 		{Name: "tmpfs-through-a-link", Make: archive(tar.Header{Typeflag: tar.TypeSymlink, Name: "x", Linkname: "/etc"}, tar.Header{Typeflag: tar.TypeReg, Name: "x/passwd"}), Says: "a path through a link (x/passwd"},
 		{Name: "tmpfs-hard-link", Make: archive(tar.Header{Typeflag: tar.TypeLink, Name: "x", Linkname: "/etc/shadow"}), Says: "a hard link that leads out of it (x"},
+		{Name: "tmpfs-path-of-megabytes", Make: archive(tar.Header{Typeflag: tar.TypeReg, Name: strings.Repeat("d/", 400_000) + "x"}), Says: "a path that is too long (d/d/d"},
+		{Name: "tmpfs-of-many-links", Make: func(i *Image) {
+			links := make([]tar.Header, 5000)
+			for n := range links {
+				links[n] = tar.Header{Typeflag: tar.TypeSymlink, Name: fmt.Sprint(n, "/", strings.Repeat("e", 4000)), Linkname: "x"}
+			}
+			archive(links...)(i)
+		}, Says: "too many links"},
+		{Name: "many-tmpfs", Make: func(i *Image) {
+			p := i.content(i.first("tmpfs-dev-"))
+			mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry {
+				for n := range uint32(5000) {
+					i.put(fmt.Sprintf("tmpfs-dev-%d.tar.gz.img", 10_000+n), p)
+					m := proto.Clone(place(l, "/dev")).(*mnt.MntEntry)
+					m.MntId, m.RootDev, m.Mountpoint = proto.Uint32(10_000+n), proto.Uint32(10_000+n), proto.String(fmt.Sprint("/t", n))
+					l = append(l, m)
+				}
+				return l
+			})(i)
+		}, Says: "mount: the checkpoint has tmpfs at /t0"},
 		{Name: "tmpfs-disk", Make: archive(tar.Header{Typeflag: tar.TypeBlock, Name: "sda", Devmajor: 8}), Says: "device 8:0 (sda"},
 		{Name: "tmpfs-no-archive", Make: func(i *Image) { i.put(i.first("tmpfs-dev-"), []byte("x")) }, Says: "tar.gz.img: unexpected EOF"},
 		{Name: "tmpfs-bomb", Make: func(i *Image) {
