@@ -3,6 +3,7 @@
 package checkpoint
 
 import (
+	_ "crypto/sha512" // a digest of another kind
 	"encoding/json"
 	"errors"
 	"strings"

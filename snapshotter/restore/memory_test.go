@@ -105,14 +105,14 @@ func TestMemoryWaits(t *testing.T) {
 	n := newNode(t)
 	var refuse atomic.Bool
 	refused, serve := make(chan struct{}, 100), n.registry
-	n.registry = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	n.answer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !refuse.Load() {
 			serve.ServeHTTP(w, r)
 			return
 		}
 		w.WriteHeader(http.StatusNotFound)
 		refused <- struct{}{}
-	})
+	}))
 	s := newSample(t)
 	n.push(s)
 	m, err := n.memory(s)

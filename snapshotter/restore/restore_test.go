@@ -178,7 +178,8 @@ func digestBytes(p []byte) []byte {
 // node is a registry, an image store and a manager.
 type node struct {
 	t        *testing.T
-	registry http.Handler
+	registry http.Handler // guarded by mu: a test may exchange it while requests are under way
+	mu       sync.Mutex
 	server   *httptest.Server
 	broken   atomic.Bool // the registry answers nothing but 503
 	requests atomic.Int32
@@ -225,12 +226,23 @@ func newNode(t *testing.T) *node {
 	return n
 }
 
+// answer lets something else answer for the registry, and returns what did before.
+func (n *node) answer(handler http.Handler) (before http.Handler) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	before, n.registry = n.registry, handler
+	return before
+}
+
 // serve adds byte ranges to the registry.
 func (n *node) serve(w http.ResponseWriter, r *http.Request) {
 	plain := r.Clone(r.Context())
 	plain.Header.Del("Range")
 	rec := httptest.NewRecorder()
-	n.registry.ServeHTTP(rec, plain)
+	n.mu.Lock()
+	handler := n.registry
+	n.mu.Unlock()
+	handler.ServeHTTP(rec, plain)
 	if rec.Code != http.StatusOK || r.Method != http.MethodGet {
 		w.WriteHeader(rec.Code)
 		return

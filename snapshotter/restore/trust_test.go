@@ -137,13 +137,13 @@ func TestRefusedEarly(t *testing.T) {
 	n.trust(policy.Options{VerifiersDir: verifier(t, "echo not signed; exit 1")})
 	slow := make(chan struct{})
 	registry := n.registry
-	n.registry = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	n.answer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		select {
 		case <-r.Context().Done():
 		case <-slow:
 		}
 		registry.ServeHTTP(w, r)
-	})
+	}))
 	_, err := n.prepare("c", nil)
 	close(slow)
 	if !errdefs.IsPermissionDenied(err) || !strings.Contains(err.Error(), "not signed") {
@@ -151,9 +151,9 @@ func TestRefusedEarly(t *testing.T) {
 	}
 	n.nothingLeft()
 
-	n.registry = registry
+	n.answer(registry)
 	n.trust(policy.Options{VerifiersDir: verifier(t, "exec sleep 9")})
-	n.registry = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNotFound) })
+	n.answer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNotFound) }))
 	if err := os.RemoveAll(filepath.Join(n.opts.CacheDir, "metadata")); err != nil {
 		t.Fatal(err)
 	}

@@ -272,13 +272,13 @@ func TestReferrersHang(t *testing.T) {
 	var once sync.Once
 	asked, gone := make(chan struct{}), make(chan struct{})
 	t.Cleanup(func() { close(gone) }) // before the server ends
-	n.registry = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	n.answer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if strings.Contains(r.URL.Path, "/referrers/") {
 			once.Do(func() { close(asked) })
 			<-gone // whatever the client does
 		}
 		inner.ServeHTTP(w, r)
-	})
+	}))
 	resp, err := n.prepare("c", nil)
 	if err != nil {
 		t.Fatal(err)
