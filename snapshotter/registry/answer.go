@@ -40,11 +40,15 @@ func (d *Reader) check(host *host, resp *http.Response) *Error {
 	if d.rg.Offset > maxSkip {
 		return noRanges(host.Host)
 	}
-	giveUp := d.giveUp
+	before := d.progress
 	n, err := io.CopyN(io.Discard, skipped{d, resp.Body}, d.rg.Offset)
 	d.repo.count(0, n)
+	// That nothing that is wanted came yet is no progress, however much was skipped.
+	now := time.Now()
+	if d.progress = before; err == nil && d.giveUp.Before(now) {
+		d.giveUp = now.Add(d.lastAttempt())
+	}
 	if err != nil {
-		d.giveUp = giveUp // nothing that is wanted came
 		return transportError(host.Host, d.bodyError(err))
 	}
 	return nil

@@ -215,6 +215,19 @@ func TestSignedStorage(t *testing.T) {
 	if err := reads["metadata"](t.Context(), r); err != nil {
 		t.Fatalf("short-lived: %v", err)
 	}
+	// Not used any more.
+	p.Inject(tokens.Guard)
+	signer.Expire()
+	storage.Reset()
+	for range 3 {
+		if err := reads["pages"](t.Context(), r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := len(storage.Requests()); n != 1 {
+		t.Errorf("the storage was asked %d times in vain", n)
+	}
+	p.Inject(faultproxy.Chain(tokens.Guard, faultproxy.Blobs(signer.Redirect)))
 	for name, tc := range map[string]struct {
 		fault faultproxy.Fault
 		is    func(error) bool

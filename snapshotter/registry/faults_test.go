@@ -139,6 +139,7 @@ func TestGivenUp(t *testing.T) {
 		"stall in data":  {faultproxy.Stall(1), errdefs.IsUnavailable, "no byte arrived in time", "network", false},
 		"trickle":        {faultproxy.Trickle(10 * time.Millisecond), errdefs.IsUnavailable, "bytes arrive too slowly", "network", false},
 		"truncated":      {faultproxy.Truncate(1), errdefs.IsUnavailable, "broke off", "check that the registry runs", false},
+		"skipped, cut":   {faultproxy.Chain(faultproxy.Unranged(), faultproxy.Truncate(90_000)), errdefs.IsUnavailable, "broke off", "check that the registry runs", false},
 		"other range":    {faultproxy.Elsewhere(), errdefs.IsDataLoss, "instead of", "proxy", true},
 		"401":            {faultproxy.Status(401), errdefs.IsUnauthorized, "401 Unauthorized", "credentials", true},
 		"403":            {faultproxy.Status(403), errdefs.IsPermissionDenied, "403 Forbidden", "credentials", true},
@@ -244,7 +245,7 @@ func TestNoRanges(t *testing.T) {
 		t.Errorf("small blobs: %v", err)
 	}
 	err := r.CheckRanges(maxSkip + 1)
-	if !errdefs.IsNotImplemented(err) {
+	if !errdefs.IsFailedPrecondition(err) {
 		t.Fatalf("large blobs: %v", err)
 	}
 	line(t, err, p.Addr(), "ignores byte ranges", "registry or mirror that serves ranges")

@@ -35,11 +35,8 @@ type Reader struct {
 
 	ctx     context.Context
 	timeout time.Duration
-	giveUp  time.Time // without progress until then, the fetch has failed
-	owed    int64     // what must arrive before that, in bytes
-	idle    time.Time // when the last Read returned
-	round   int       // how often all hosts were tried since the last progress
-	renewed bool      // the hosts were read anew since then
+	progress
+	idle time.Time // when the last Read returned
 
 	set   *hostSet // that the hosts are of
 	hosts []*host
@@ -50,6 +47,14 @@ type Reader struct {
 	served string // the name of the host that the body comes from
 	stop   func() // ends the attempt that the body belongs to
 	stall  *time.Timer
+}
+
+// progress is how a fetch has come along.
+type progress struct {
+	giveUp  time.Time // without progress until then, the fetch has failed
+	owed    int64     // what must arrive before that, in bytes
+	round   int       // how often all hosts were tried since the last progress
+	renewed bool      // the hosts were read anew since then
 }
 
 // standing is what a fetch has come to with one host.
@@ -102,8 +107,7 @@ func (d *Reader) use(set *hostSet) {
 
 // begin starts the timeout.
 func (d *Reader) begin(now time.Time) {
-	d.giveUp, d.owed = now.Add(d.timeout), enough
-	d.round, d.renewed = 0, false
+	d.progress = progress{giveUp: now.Add(d.timeout), owed: enough}
 }
 
 // arrived notes that bytes came. It fails when too few did in the time set.

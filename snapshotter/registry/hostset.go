@@ -154,9 +154,11 @@ func (r *Repository) CheckRanges(size int64) error {
 	return failure("pages", errs)
 }
 
+// noRanges is not of the class ErrNotImplemented, which containerd takes for a
+// shim that lacks the call.
 func noRanges(host string) *Error {
 	e := wrong(host, "it ignores byte ranges (HTTP status 200 instead of 206)")
-	e.class, e.Remedy = errdefs.ErrNotImplemented, "use a registry or mirror that serves ranges"
+	e.class, e.Remedy = errdefs.ErrFailedPrecondition, "use a registry or mirror that serves ranges"
 	return e
 }
 
