@@ -183,6 +183,11 @@ func (b *Blob) presentBytes() (n int64) {
 // Fetch returns when the chunks are there, or with the first error. The source is
 // used unless somebody else's is at work already.
 func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, u Urgency) error {
+	return b.fetch(ctx, src, chunks, u, time.Now())
+}
+
+// fetch is Fetch for somebody who asked at a time.
+func (b *Blob) fetch(ctx context.Context, src Source, chunks []int, u Urgency, asked time.Time) error {
 	if err := b.checkChunks(chunks); err != nil {
 		return err
 	}
@@ -203,9 +208,10 @@ func (b *Blob) Fetch(ctx context.Context, src Source, chunks []int, u Urgency) e
 			if w.err == nil {
 				continue
 			}
-			if w.src != src && ctx.Err() == nil {
-				// Another image's registry failed; this one's may not.
-				if err = b.Fetch(ctx, src, []int{w.chunk}, u); err == nil {
+			if (w.src != src || w.began.Before(asked)) && ctx.Err() == nil {
+				// Another image's registry failed, or this one a while ago, for somebody who
+				// had waited since: neither says that the chunk cannot be had now.
+				if err = b.fetch(ctx, src, []int{w.chunk}, u, asked); err == nil {
 					continue
 				}
 			} else {

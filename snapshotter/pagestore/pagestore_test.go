@@ -560,6 +560,46 @@ func TestSourceFails(t *testing.T) {
 	check(t, b, f)
 }
 
+// TestFailedBefore: who asks for a chunk while an earlier request for it fails is given a request of his own, and no more.
+func TestFailedBefore(t *testing.T) {
+	f := newFixture(t, 7, 1)
+	src := newSource(f)
+	src.gate, src.fail = make(chan struct{}), errors.New("the registry was down")
+	s := openStore(t, Options{})
+	defer s.Close()
+	b := acquire(t, s, f)
+	defer b.Release()
+	asked := func(n int) { // waits for a request
+		for pace := time.Tick(time.Millisecond); ; <-pace {
+			src.mu.Lock()
+			got := src.requests
+			src.mu.Unlock()
+			if got == n {
+				return
+			}
+		}
+	}
+	early, late := make(chan error, 1), make(chan error, 1)
+	go func() { early <- b.Fetch(t.Context(), src, []int{0}, Background) }()
+	asked(1)
+	go func() { late <- b.Fetch(t.Context(), src, []int{0}, Demand) }()
+	for pace := time.Tick(time.Millisecond); s.Stats().Shared == 0; {
+		<-pace
+	}
+	src.mu.Lock()
+	gate, fail := src.gate, src.fail
+	src.gate, src.fail = nil, nil
+	src.mu.Unlock()
+	gate <- struct{}{}
+	if err := <-early; !errors.Is(err, fail) {
+		t.Errorf("the first: %v", err)
+	}
+	if err := <-late; err != nil {
+		t.Errorf("the second: %v", err)
+	}
+	check(t, b, f)
+}
+
 func TestEviction(t *testing.T) {
 	a, b, c := newFixture(t, 10, 20), newFixture(t, 11, 20), newFixture(t, 12, 20)
 	s := openStore(t, Options{CacheSize: int64(len(a.pages) + len(b.pages) + 4096)})

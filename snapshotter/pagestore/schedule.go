@@ -4,8 +4,8 @@ package pagestore
 
 import "time"
 
-// want is one chunk that somebody asked for. Guarded by Store.mu, but for err,
-// which is written before done is closed.
+// want is one chunk that somebody asked for. Guarded by Store.mu, but for began and
+// err, which are written before done is closed.
 type want struct {
 	blob    *Blob
 	chunk   int
@@ -13,6 +13,7 @@ type want struct {
 	urgency Urgency
 	state   wantState
 	waiters int
+	began   time.Time // of its request
 	done    chan struct{}
 	err     error
 }
@@ -139,6 +140,7 @@ func later(a, b time.Time) time.Time {
 // the request begins with the first of the neighbours.
 func (q *scheduler) start(w *want, u Urgency, opts *Options) *task {
 	t := &task{urgency: u}
+	now := time.Now()
 	b := w.blob
 	joins := func(n *want) bool { return n != nil && n.state == queued && n.src == w.src }
 	if u == Soon {
@@ -155,7 +157,7 @@ func (q *scheduler) start(w *want, u Urgency, opts *Options) *task {
 		if len(t.wants) > 0 && t.size+size > opts.RequestSize {
 			break
 		}
-		n.state = running
+		n.state, n.began = running, now
 		t.size += size
 		t.wants = append(t.wants, n)
 	}
