@@ -3,6 +3,7 @@
 package shim
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -53,6 +54,7 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		service:  s,
 		started:  time.Now(),
 		paged:    make(chan struct{}),
+		stderr:   cmp.Or(r.Stderr, r.Stdout),
 	}
 	if spec.Process != nil {
 		c.oomScore = spec.Process.OOMScoreAdj

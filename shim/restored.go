@@ -41,6 +41,7 @@ type restored struct {
 	prepared      *api.PrepareResponse
 	service       *service
 	pod           string // namespace/name, of CRI containers
+	stderr        string // where its standard error goes; of a terminal, its output
 
 	paged       chan struct{} // closed when there is a pager, or pagerErr is set
 	pager       *pager.Pager
@@ -96,6 +97,9 @@ func (c *restored) fail(reason error) {
 		c.mu.Unlock()
 		log.L.WithError(reason).WithField("container", c.id).WithField("image", c.prepared.Image).
 			Error("thaw: killing the container, its memory cannot be completed")
+		if err := farewell(c.stderr, "thaw: killing the container: "+api.Line(reason.Error())); err != nil {
+			log.L.WithError(err).WithField("container", c.id).Warn("thaw: the container's log does not say why it ends")
+		}
 		_ = c.kill()
 	})
 }
@@ -144,10 +148,7 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 		return resp, nil
 	}
 	_ = c.kill()
-	if failure != nil {
-		err = failure
-	}
-	return nil, c.explain(err)
+	return nil, c.explain(err, failure)
 }
 
 // restore runs `runc restore`.
@@ -200,15 +201,19 @@ func (c *restored) refuse(err error) error {
 }
 
 // explain makes the one line that tells why a restore failed, and keeps CRIU's
-// log where it outlives the bundle.
-func (c *restored) explain(err error) error {
+// log where it outlives the bundle. A failure of the page handler is the cause of
+// what CRIU and runc complain about.
+func (c *restored) explain(err, failure error) error {
 	quote := quoteLog(filepath.Join(c.work, criulog.Restore))
 	kept, keepErr := criulog.Keep(criulog.Dir, c.id, c.work, criulog.Restore)
 	var b strings.Builder
 	fmt.Fprintf(&b, "thaw: restore of %s failed: ", c.prepared.Image)
-	if quote != "" {
+	switch {
+	case failure != nil:
+		b.WriteString(api.Line(failure.Error()))
+	case quote != "":
 		fmt.Fprintf(&b, "criu: %s", quote)
-	} else {
+	default:
 		b.WriteString(api.Line(err.Error()))
 	}
 	if keepErr == nil {
