@@ -281,6 +281,20 @@ func (n *node) left() (out []string) {
 	return out
 }
 
+// opened returns the files of the node that this process has open.
+func (n *node) opened() (out []string) {
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	for _, fd := range fds {
+		if path, err := os.Readlink(filepath.Join("/proc/self/fd", fd.Name())); err == nil && (strings.HasPrefix(path, n.state) || strings.HasPrefix(path, n.cache)) && filepath.Base(path) != ".lock" {
+			out = append(out, path)
+		}
+	}
+	return out
+}
+
 func sumOf(path string) (string, error) {
 	f, err := os.Open(path)
 	if err != nil {

@@ -111,7 +111,7 @@ func mountTricks() []Trick {
 			i.copyOf(i.first("mountpoints-"), "mountpoints-999.img")
 			mounts(func(l []*mnt.MntEntry) []*mnt.MntEntry {
 				for n, m := range l {
-					m.MntId = proto.Uint32(m.GetMntId() + 10_000)
+					m.MntId, m.ParentMntId = proto.Uint32(m.GetMntId()+10_000), proto.Uint32(m.GetParentMntId()+10_000)
 					if strings.HasPrefix(m.GetMountpoint(), "/proc/keys") {
 						l = append(l[:n:n], l[n+1:]...)
 					}

@@ -43,6 +43,13 @@ func TestTricks(t *testing.T) {
 	if len(tricks) < 60 {
 		t.Errorf("%d tricks", len(tricks))
 	}
+	goroutines := runtime.NumGoroutine()
+	defer func() {
+		// Connections to the registry have some each.
+		if more := runtime.NumGoroutine() - goroutines; more > 50 {
+			t.Errorf("%d goroutines are left", more)
+		}
+	}()
 	names, messages := make(map[string]bool), make(map[string]string)
 	for _, trick := range tricks {
 		if names[trick.Name] {
@@ -92,6 +99,9 @@ func TestTricks(t *testing.T) {
 				if !slices.Contains(there, path) && !(late && strings.HasPrefix(path, filepath.Join(n.cache, "pages"))) {
 					t.Errorf("left: %s", path)
 				}
+			}
+			if open := n.opened(); len(open) > 0 {
+				t.Errorf("left open: %v", open)
 			}
 			if list := n.manager.List(); len(list) > 0 {
 				t.Errorf("left: %v", list)
