@@ -27,6 +27,7 @@ func (d *Reader) try(host *host) *Error {
 	if err == nil {
 		if err = d.check(host, resp); err == nil {
 			d.body, d.stop, d.served = resp.Body, cancel, host.Host
+			host.answered()
 			return nil
 		}
 		resp.Body.Close()
@@ -38,6 +39,9 @@ func (d *Reader) try(host *host) *Error {
 		host.closeIdle()
 	}
 	cancel()
+	if err.Status == 0 && err.temporary && d.ctx.Err() == nil {
+		host.silent()
+	}
 	if after := err.after; after > 0 {
 		host.rest(min(after, d.timeout))
 	}

@@ -182,7 +182,10 @@ func (d *Reader) read(p []byte) (int, error) {
 func (d *Reader) broken(err error) {
 	err = d.bodyError(err)
 	d.closeBody()
-	d.state[d.host].err = transportError(d.served, err)
+	if s := &d.state[d.host]; s.err == nil || !errors.Is(err, errSlow) { // what kept it from coming before says more
+		s.err = transportError(d.served, err)
+	}
+	d.hosts[d.host].silent()
 	d.host++ // another host may have a better line
 }
 
@@ -217,10 +220,11 @@ func (d *Reader) Close() error {
 func (d *Reader) connect() error {
 	for {
 		for ; d.host < len(d.hosts); d.host++ {
-			if d.state[d.host].refused() || d.hosts[d.host].busy(d.giveUp.Add(-d.lastAttempt())) {
+			h := d.hosts[d.host]
+			if d.state[d.host].refused() || h.busy(d.giveUp.Add(-d.lastAttempt())) || d.first() && h.down() {
 				continue
 			}
-			err := d.try(d.hosts[d.host])
+			err := d.try(h)
 			if err == nil {
 				return nil
 			}
@@ -241,6 +245,9 @@ func (d *Reader) connect() error {
 		}
 	}
 }
+
+// first reports whether there may be a better host than one that does not answer.
+func (d *Reader) first() bool { return d.round == 0 && len(d.hosts) > 1 && d.rg.Avoid == "" }
 
 // failed notes a host's failure. It reports whether the host should be tried
 // again at once, because what this node knows of it was read anew.

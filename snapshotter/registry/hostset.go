@@ -28,9 +28,14 @@ type host struct {
 
 	// free is when it wants to be asked again, in nanoseconds since the epoch; 0 is at once.
 	free atomic.Int64
+	// failed is when it last gave no answer, in nanoseconds since the epoch; 0 if it has answered since.
+	failed atomic.Int64
 	// ranges is what it was seen to do with byte ranges.
 	ranges atomic.Int32
 }
+
+// aside is for how long others are asked before a host that gave no answer.
+const aside = 10 * time.Second
 
 const (
 	rangesUnknown = int32(iota)
@@ -49,6 +54,27 @@ func (h *host) busy(last time.Time) bool {
 	}
 	now := time.Now()
 	return now.UnixNano() < free && now.Before(last)
+}
+
+// down reports whether others should be asked first, because the host gave no
+// answer a moment ago. Else each page would wait for a mirror that is gone. Now
+// and then it is false for one, who finds out whether the host is back.
+func (h *host) down() bool {
+	failed := h.failed.Load()
+	if failed == 0 {
+		return false
+	}
+	now := time.Now().UnixNano()
+	return now-failed < int64(aside) || !h.failed.CompareAndSwap(failed, now)
+}
+
+// silent notes that the host gave no answer, answered that it did.
+func (h *host) silent() { h.failed.Store(time.Now().UnixNano()) }
+
+func (h *host) answered() {
+	if h.failed.Load() != 0 {
+		h.failed.Store(0)
+	}
 }
 
 // freeIn is how long the host wants to be left alone.
@@ -116,6 +142,7 @@ func (r *Repository) renew(old *hostSet) (*hostSet, error) {
 		if old != nil {
 			if i := slices.IndexFunc(old.hosts, h.same); i >= 0 {
 				h.free.Store(old.hosts[i].free.Load())
+				h.failed.Store(old.hosts[i].failed.Load())
 				h.ranges.Store(old.hosts[i].ranges.Load())
 			}
 		}

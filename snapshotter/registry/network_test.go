@@ -57,8 +57,63 @@ func TestMirrorDown(t *testing.T) {
 		t.Fatal(err)
 	}
 	mirror.Reset()
+	later(r)
 	if err := reads["pages"](t.Context(), r); err != nil || len(mirror.Requests()) != 1 {
 		t.Errorf("%v, %d requests to the mirror", err, len(mirror.Requests()))
+	}
+}
+
+// later lets the time pass after which hosts that gave no answer are asked again.
+func later(r *Repository) {
+	for _, h := range r.hosts.Load().hosts {
+		if h.failed.Load() != 0 {
+			h.failed.Add(-int64(aside))
+		}
+	}
+}
+
+// TestSilentMirror: a mirror that does not answer costs one wait, not one for each page; now and then one finds out whether it is back.
+func TestSilentMirror(t *testing.T) {
+	mirror, origin := behind(t), behind(t)
+	mirror.Inject(faultproxy.Stall(0))
+	r := mirrored(t, mirror, origin)
+	for range 3 {
+		for kind, read := range reads {
+			if err := read(t.Context(), r); err != nil {
+				t.Fatalf("%s: %v", kind, err)
+			}
+		}
+	}
+	if n := len(mirror.Requests()); n != 1 {
+		t.Errorf("it was asked %d times at first", n)
+	}
+	later(r)
+	mirror.Reset()
+	if err := side(t, r); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(mirror.Requests()); n != 1 {
+		t.Errorf("it was asked %d times later", n)
+	}
+	mirror.Inject(nil)
+	later(r)
+	mirror.Reset()
+	origin.Reset()
+	for range 2 {
+		if err := side(t, r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := len(mirror.Requests()); n <= 8 {
+		t.Errorf("it was asked %d times when it was back", n)
+	}
+	// When there is no other, it is asked.
+	if err := origin.Down(); err != nil {
+		t.Fatal(err)
+	}
+	mirror.Inject(faultproxy.First(1, faultproxy.Reset(0)))
+	if err := reads["pages"](t.Context(), r); err != nil {
+		t.Fatal(err)
 	}
 }
 
