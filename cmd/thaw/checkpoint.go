@@ -100,6 +100,7 @@ func runCheckpoint(c *cli.Context) (err error) {
 		Reference: target, CertsDir: certsDir(c, cfg), Reuse: c.StringSlice("reuse"), Envelope: sealed, Progress: p.published,
 	})
 	p.done()
+	warnPlain(c, result)
 	return finish(c.App.Writer, p, result, err, d.Done(c.Context, err == nil))
 }
 
@@ -119,6 +120,13 @@ func envelope(c *cli.Context, cfg *config.Config) (*wrap.Envelope, error) {
 	return e, nil
 }
 
+// warnPlain says what is not encrypted though encryption was asked for.
+func warnPlain(c *cli.Context, r *publish.Result) {
+	if r != nil && r.Plain > 0 {
+		fmt.Fprintf(c.App.ErrWriter, "thaw: what the container wrote to its root filesystem, %s, is not encrypted\n", size(r.Plain))
+	}
+}
+
 // finish tells how a checkpoint ended. What is in the registry is there, whether
 // or not the container could be stopped: its reference is printed in any case.
 func finish(w io.Writer, p *progress, result *publish.Result, pushed, done error) error {
@@ -136,7 +144,4 @@ func finish(w io.Writer, p *progress, result *publish.Result, pushed, done error
 func summarize(p *progress, r *publish.Result) {
 	m := r.Config.Memory
 	p.step("memory %s, of it %s zero and %s known; %s sent", size(m.Total), size(m.Zero), size(m.Reused), size(r.Uploaded))
-	if r.Plain > 0 {
-		p.step("what the container wrote to its root filesystem, %s, is not encrypted", size(r.Plain))
-	}
 }

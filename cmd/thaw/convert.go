@@ -71,6 +71,7 @@ func runConvert(c *cli.Context) (err error) {
 		return err
 	}
 	summarize(p, result)
+	warnPlain(c, result)
 	fmt.Fprintln(c.App.Writer, result.Reference)
 	return nil
 }

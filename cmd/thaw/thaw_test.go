@@ -61,6 +61,9 @@ func TestUsage(t *testing.T) {
 		{"checkpoint --psh x abc", 2, "psh"},
 		{"checkpoint abc --push", 2, "flag needs an argument"},
 		{"checkpoint abc --push r/x:1 -a /nowhere/containerd.sock", 1, "containerd does not answer"},
+		{"checkpoint abc --push r/x:1 --encrypt-for jwe:/nowhere/key.pem", 1, "no such file"},
+		{"checkpoint abc --push r/x:1 --encrypt-for pgp:me", 1, "use jwe:FILE"},
+		{"checkpoint abc --push r/x:1 --encrypt-for jwe:key.pem --reuse r/x:2", 2, "--reuse does not go with --encrypt-for"},
 		{"convert archive", 2, "REF is missing"},
 		{"convert /nowhere/archive r/x:1", 1, "no such file"},
 		{"inspect", 2, "REF is missing"},
@@ -241,6 +244,24 @@ func TestConvertAndInspect(t *testing.T) {
 	var x inspection
 	if err := json.Unmarshal([]byte(out), &x); code != 0 || err != nil || len(x.Config.Processes) != 2 {
 		t.Errorf("exit %d, %v, %q", code, err, out)
+	}
+	key := filepath.Join(t.TempDir(), "key.jwk")
+	const jwk = `{"kty":"EC","crv":"P-256","alg":"ECDH-ES+A256KW","kid":"node-7\u001b","x":"MKBCTNIcKUSDii11ySs3526iDZ8AiTo7Tu6KPAqv7D4","y":"4Etl6SRW2YiLUrN5vfvVHuhp7x8PxltmWWlbbM4IFyM"}`
+	if err := os.WriteFile(key, []byte(jwk), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	code, _, stderr = try(t, "convert", "../../snapshotter/publish/testdata/checkpoint.tar.zst", host+"/cp:2", "--base", base.String(), "--encrypt-for", "jwe:"+key)
+	if code != 0 || !strings.Contains(stderr, "wrote to its root filesystem") || !strings.Contains(stderr, "is not encrypted") {
+		t.Errorf("encrypted: exit %d, %q", code, stderr)
+	}
+	code, out, stderr = try(t, "inspect", host+"/cp:2")
+	if code != 0 || !strings.Contains(out, "Encrypted for:  jwe") || !strings.Contains(out, "key node-7") || strings.Contains(out, "\x1b") {
+		t.Errorf("encrypted: exit %d, %q, %q", code, out, stderr)
+	}
+	code, out, _ = try(t, "inspect", "--json", host+"/cp:2")
+	x = inspection{}
+	if err := json.Unmarshal([]byte(out), &x); code != 0 || err != nil || len(x.Encrypted) != 1 || x.Sizes.Pages == 0 {
+		t.Errorf("encrypted: exit %d, %v, %q", code, err, out)
 	}
 	if code, _, stderr := try(t, "inspect", base.String()); code != 1 || !strings.Contains(stderr, "holds no checkpoint") {
 		t.Errorf("ordinary image: exit %d, %q", code, stderr)
