@@ -83,7 +83,9 @@ func newApp(stdout, stderr io.Writer) *cli.App {
 		},
 		EnableBashCompletion: true,
 		HideHelpCommand:      true,
-		Suggest:              true,
+		// Names of files and parameters of key providers may have commas in them.
+		DisableSliceFlagSeparator: true,
+		Suggest:                   true,
 		OnUsageError: func(_ *cli.Context, err error, _ bool) error {
 			return usageError{err}
 		},

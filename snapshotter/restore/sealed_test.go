@@ -53,14 +53,14 @@ func newKey(t *testing.T) (public, dir string) {
 	return public, dir
 }
 
-// encrypt encrypts a sample for a key, as a writer does.
-func encrypt(t *testing.T, s *sample, public string) (blob *seal.Blob) {
+// encrypt encrypts a sample for a key, as a writer does, if there are no more keys of page blobs.
+func encrypt(t *testing.T, s *sample, public string, more ...*seal.Blob) {
 	t.Helper()
 	e, err := wrap.NewEnvelope(t.Context(), []string{"jwe:" + public}, "")
 	if err != nil {
 		t.Fatal(err)
 	}
-	blob = seal.NewBlob(seal.NewKey())
+	blob := seal.NewBlob(seal.NewKey())
 	plain := s.index.Blobs[0]
 	var raw []byte
 	var chunks []pageindex.Chunk
@@ -80,7 +80,7 @@ func encrypt(t *testing.T, s *sample, public string) (blob *seal.Blob) {
 		case "state":
 			p, err = seal.Bytes(p, e.Key, seal.State)
 		case "index":
-			p, err = seal.Bytes(seal.JoinKeys([]*seal.Blob{blob}, p), e.Key, seal.PageIndex)
+			p, err = seal.Bytes(seal.JoinKeys(append(more, blob), p), e.Key, seal.PageIndex)
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -95,7 +95,6 @@ func encrypt(t *testing.T, s *sample, public string) (blob *seal.Blob) {
 			}
 		}
 	}
-	return blob
 }
 
 // newSealedNode is a node with a folder of keys.
@@ -327,6 +326,10 @@ func TestEncryptedRefused(t *testing.T) {
 			s.spoil = func(kind string, p []byte) []byte {
 				return encrypted(map[string]string{"state": "index", "index": "state"}[kind], p)
 			}
+		}},
+		"a key too many": {keys: keys, is: errdefs.IsDataLoss, want: "page index has 1 page blobs and 2 keys", spoil: func(s *sample) {
+			*s = *newSample(t)
+			encrypt(t, s, public, seal.NewBlob(seal.NewKey()))
 		}},
 		"partly in plain": {
 			keys: keys, is: errdefs.IsDataLoss, want: "2 of 3 layers are encrypted",

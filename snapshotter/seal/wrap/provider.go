@@ -142,7 +142,10 @@ func call(ctx context.Context, p providerconfig.KeyProviderAttrs, op keyprovider
 		method = client.WrapKey
 	}
 	out, err := method(ctx, &providerapi.KeyProviderKeyWrapProtocolInput{KeyProviderKeyWrapProtocolInput: in})
-	return out.GetKeyProviderKeyWrapProtocolOutput(), err
+	if err != nil {
+		return nil, fmt.Errorf("%s: %.500q", p.Grpc, err.Error()) // which may be of many lines
+	}
+	return out.GetKeyProviderKeyWrapProtocolOutput(), nil
 }
 
 func transport(c *providerconfig.GrpcTLS) (credentials.TransportCredentials, error) {

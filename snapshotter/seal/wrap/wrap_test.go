@@ -215,6 +215,9 @@ type service struct {
 }
 
 func (service) WrapKey(_ context.Context, in *providerapi.KeyProviderKeyWrapProtocolInput) (*providerapi.KeyProviderKeyWrapProtocolOutput, error) {
+	if os.Getenv(providerEnv) == "fail" {
+		return nil, errors.New("the vault\nis closed")
+	}
 	p, err := provide(in.GetKeyProviderKeyWrapProtocolInput())
 	return &providerapi.KeyProviderKeyWrapProtocolOutput{KeyProviderKeyWrapProtocolOutput: p}, err
 }
@@ -252,7 +255,7 @@ func TestProviders(t *testing.T) {
 	write(t, conf, p)
 	t.Setenv(providerEnv, "work")
 	node := &Keys{Dir: t.TempDir(), ProviderConfig: conf}
-	var sealed map[string]string
+	sealed := make(map[string]map[string]string)
 	for _, name := range []string{"command", "service"} {
 		e := envelope(t, conf, "provider:"+name+":some-key")
 		if got, err := node.Unwrap(t.Context(), e.Annotations); err != nil || got != e.Key {
@@ -265,25 +268,25 @@ func TestProviders(t *testing.T) {
 		if !errdefs.IsPermissionDenied(err) || !strings.Contains(err.Error(), "is not in \"/not/there\"") {
 			t.Errorf("%s, not configured: %v", name, err)
 		}
-		if name == "command" {
-			sealed = e.Annotations
-		}
+		sealed[name] = e.Annotations
 	}
 	if _, err := NewEnvelope(t.Context(), []string{"provider:neither"}, conf); err == nil || !strings.Contains(err.Error(), "neither cmd nor grpc") {
 		t.Errorf("got %v", err)
 	}
 	t.Setenv(providerEnv, "fail")
-	if _, err := node.Unwrap(t.Context(), sealed); !errdefs.IsPermissionDenied(err) || !strings.Contains(err.Error(), `the vault\nis closed`) || strings.Contains(err.Error(), "\n") {
-		t.Errorf("a provider that fails: %v", err)
+	for name, a := range sealed {
+		if _, err := node.Unwrap(t.Context(), a); !errdefs.IsPermissionDenied(err) || !strings.Contains(err.Error(), `the vault\nis closed`) || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%s fails: %v", name, err)
+		}
 	}
 	t.Setenv(providerEnv, "hang")
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
-	if _, err := node.Unwrap(ctx, sealed); !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := node.Unwrap(ctx, sealed["command"]); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a provider that hangs: %v", err)
 	}
 	write(t, conf, []byte("{"))
-	if _, err := node.Unwrap(t.Context(), sealed); err == nil || !strings.Contains(err.Error(), conf) {
+	if _, err := node.Unwrap(t.Context(), sealed["command"]); err == nil || !strings.Contains(err.Error(), conf) {
 		t.Errorf("a damaged configuration: %v", err)
 	}
 }
