@@ -130,6 +130,10 @@ func TestAdmits(t *testing.T) {
 			d.files = append(d.files, inotify(&fsnotify.InotifyWdEntry{SDev: proto.Uint32(103), FHandle: &fh.FhEntry{Path: proto.String("/etc/hosts")}},
 				&fsnotify.InotifyWdEntry{SDev: proto.Uint32(102), FHandle: &fh.FhEntry{}}))
 		},
+		"SELinux label of a tmpfs": func(d *dump, s *specs.Spec) {
+			d.mounts[2].Options = proto.String(`size=65536k,context="system_u:object_r:container_file_t:s0:c1,c2",mode=755`)
+			s.Linux.MountLabel = "system_u:object_r:container_file_t:s0:c1,c2"
+		},
 		"shared mounts": func(d *dump, s *specs.Spec) {
 			d.mounts[3].SharedId = proto.Uint32(7)
 			s.Mounts[2].Options = append(s.Mounts[2].Options, "rshared")
@@ -285,13 +289,19 @@ func TestRefuses(t *testing.T) {
 		"another proc":          {func(d *dump, _ *specs.Spec) { d.mounts = append(d.mounts, mount(120, "/mnt/proc", "PROC", 0, "")) }, "proc at /mnt/proc"},
 		"writable part of proc": {func(d *dump, _ *specs.Spec) { d.mounts = append(d.mounts, mount(120, "/proc/fs", "PROC", 0, "")) }, "proc at /proc/fs"},
 		"mount with dots":       {func(d *dump, _ *specs.Spec) { d.mounts[2].Mountpoint = proto.String("/a/../..") }, "inside the container's root"},
-		"plugin's mount":        {func(d *dump, _ *specs.Spec) { d.mounts[2].WithPlugin = proto.Bool(true) }, "CRIU plugin"},
-		"deleted mount":         {func(d *dump, _ *specs.Spec) { d.mounts[2].Deleted = proto.Bool(true) }, "inside the container's root"},
-		"unmasked":              {func(d *dump, _ *specs.Spec) { d.mounts = append(d.mounts[:5:5], d.mounts[6:]...) }, "/proc/kcore open"},
-		"unmasked directory":    {func(d *dump, _ *specs.Spec) { d.mounts = append(d.mounts[:6:6], d.mounts[7:]...) }, "/proc/acpi open"},
-		"writable sysctls":      {func(d *dump, _ *specs.Spec) { d.mounts = d.mounts[:7] }, "/proc/sys writable"},
-		"masks the pod lacks":   {func(_ *dump, s *specs.Spec) { s.Linux.MaskedPaths = nil }, "no masked paths"},
-		"no mounts":             {func(d *dump, _ *specs.Spec) { d.mounts = nil }, "no mounts in the images"},
+		"SELinux label of others": {func(d *dump, _ *specs.Spec) {
+			d.mounts[2].Options = proto.String(`context="system_u:object_r:etc_t:s0"`)
+		}, "the option context="},
+		"label in disguise": {func(d *dump, _ *specs.Spec) {
+			d.mounts[2].Options = proto.String(`size=1k",release_agent=/evil,"`)
+		}, "the option size=1k"},
+		"plugin's mount":      {func(d *dump, _ *specs.Spec) { d.mounts[2].WithPlugin = proto.Bool(true) }, "CRIU plugin"},
+		"deleted mount":       {func(d *dump, _ *specs.Spec) { d.mounts[2].Deleted = proto.Bool(true) }, "inside the container's root"},
+		"unmasked":            {func(d *dump, _ *specs.Spec) { d.mounts = append(d.mounts[:5:5], d.mounts[6:]...) }, "/proc/kcore open"},
+		"unmasked directory":  {func(d *dump, _ *specs.Spec) { d.mounts = append(d.mounts[:6:6], d.mounts[7:]...) }, "/proc/acpi open"},
+		"writable sysctls":    {func(d *dump, _ *specs.Spec) { d.mounts = d.mounts[:7] }, "/proc/sys writable"},
+		"masks the pod lacks": {func(_ *dump, s *specs.Spec) { s.Linux.MaskedPaths = nil }, "no masked paths"},
+		"no mounts":           {func(d *dump, _ *specs.Spec) { d.mounts = nil }, "no mounts in the images"},
 
 		// files
 		"path with dots":    {func(d *dump, _ *specs.Spec) { d.files[0].Reg.Name = proto.String("/../etc/shadow") }, "paths inside the container's root"},

@@ -148,6 +148,10 @@ func (c *check) references(known map[uint32]image.FileType) error {
 			}
 		}
 		for _, a := range t.Memory.Areas {
+			// CRIU says of some pieces of shared memory that they map files too.
+			if a.Status&(image.AreaAnonShared|image.AreaAnonPrivate|image.AreaSysVIPC|image.AreaSocket) != 0 {
+				continue
+			}
 			if typ := known[uint32(a.File)]; a.Mapped() && (a.File > 1<<32-1 || typ != image.RegularFile && typ != image.MemFD) {
 				return fmt.Errorf("%w: memory of task %d at %#x maps file %d, which files.img does not have", image.ErrFormat, t.PID, a.Start, a.File)
 			}

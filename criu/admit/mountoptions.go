@@ -54,18 +54,21 @@ var options = map[string][]string{
 
 // mountOptions checks the options of a mount that CRIU makes itself.
 func (c *check) mountOptions(m *image.Mount) {
-	for o := range strings.SplitSeq(m.Options, ",") {
+	quoted := false
+	for _, o := range strings.FieldsFunc(m.Options, func(r rune) bool { // labels have commas, in quotes
+		quoted = quoted != (r == '"')
+		return r == ',' && !quoted
+	}) {
 		name, _, _ := strings.Cut(o, "=")
-		switch {
-		case o == "" || o == "seclabel" || slices.Contains(options[m.Type], o):
-		case name != "name" && slices.Contains(options[m.Type], name):
-		case name == "context" && c.spec.Linux.MountLabel != "" && strings.Trim(strings.TrimPrefix(o, "context="), `"`) == c.spec.Linux.MountLabel:
-		default:
-			c.refuse(Difference{
-				Field: "mount " + quote(m.Mountpoint), Image: "the option " + quote(o), Spec: "options of an ordinary " + m.Type,
-				Remedy: "make the checkpoint from a container that mounts nothing itself",
-			})
+		label := name == "context" && c.spec.Linux.MountLabel != "" && strings.Trim(strings.TrimPrefix(o, "context="), `"`) == c.spec.Linux.MountLabel
+		known := o == "seclabel" || slices.Contains(options[m.Type], o) || name != "name" && slices.Contains(options[m.Type], name)
+		if label || known && !strings.Contains(o, `"`) {
+			continue
 		}
+		c.refuse(Difference{
+			Field: "mount " + quote(m.Mountpoint), Image: "the option " + quote(o), Spec: "options of an ordinary " + m.Type,
+			Remedy: "make the checkpoint from a container that mounts nothing itself",
+		})
 	}
 }
 
