@@ -142,11 +142,23 @@ func TestCrowds(t *testing.T) {
 func TestTortured(t *testing.T) {
 	for i := range 3 {
 		seed := rand.Uint32()
+		for !rests(uint64(seed)) {
+			seed++
+		}
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			ctx, s := start(t, workloads.Torture)
 			goesOn(ctx, t, s, workloads.Torture, []string{"lazy", "cached", "complete"}[i], nil, fmt.Sprint(seed), "200", "400")
 		})
 	}
+}
+
+// rests tells whether the torture program with a seed stops for the checkpoint. (The test beside it has the others, too: CRIU cannot
+// dump a process with threads in the moment in which it exits.)
+func rests(seed uint64) bool {
+	seed += 0x9e3779b97f4a7c15
+	seed = (seed ^ seed>>30) * 0xbf58476d1ce4e5b9
+	seed = (seed ^ seed>>27) * 0x94d049bb133111eb
+	return (seed^seed>>31)>>8&1 == 0 // as in test/torture/program
 }
 
 // usage is what a process uses.
