@@ -46,31 +46,30 @@ func TestCorpus(t *testing.T) {
 			}
 		}
 	}
-	if inputs < 60 {
-		t.Errorf("%d inputs", inputs)
+	if inputs < 100 {
+		t.Errorf("%d inputs: run this test with -corpus", inputs)
 	}
 }
 
-// input looks for a trick's input in a corpus, or writes it there. It returns the number of inputs.
+// input looks for a trick's input in a corpus, or writes it there. It returns the number of inputs found.
 func input(t *testing.T, target, name string, content []byte) int {
 	t.Helper()
 	if len(content) > most {
 		return 0
 	}
 	path := filepath.Join("../..", filepath.Dir(target), "testdata/fuzz", filepath.Base(target), name)
-	text := fmt.Sprintf("go test fuzz v1\n[]byte(%q)\n", content)
 	if *writeCorpus {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			t.Fatal(err)
 		}
-		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		if err := os.WriteFile(path, fmt.Appendf(nil, "go test fuzz v1\n[]byte(%q)\n", content), 0o644); err != nil {
 			t.Fatal(err)
 		}
-		return 1
 	}
 	// Not its content: that changes with compressors and encoders.
 	if _, err := os.Stat(path); err != nil {
-		t.Errorf("a trick has no input (run this test with -corpus): %v", err)
+		t.Logf("a trick has no input (run this test with -corpus): %v", err)
+		return 0
 	}
 	return 1
 }
