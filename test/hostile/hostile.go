@@ -8,6 +8,7 @@
 package hostile
 
 import (
+	"fmt"
 	"slices"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -25,6 +26,17 @@ type Trick struct {
 	Says string
 	// Late is true if it is seen only when a page is fetched, which nobody does before the container runs.
 	Late bool
+}
+
+// Apply makes the change. It fails if the image lacks what the trick changes, such as a second process.
+func (t *Trick) Apply(i *Image) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("trick %s: %v", t.Name, r)
+		}
+	}()
+	t.Make(i)
+	return nil
 }
 
 // Tricks returns all of them.

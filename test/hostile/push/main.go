@@ -38,7 +38,10 @@ func push(ctx context.Context, ref string) error {
 		if err != nil {
 			return err
 		}
-		trick.Make(i)
+		if err := trick.Apply(i); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			continue
+		}
 		p, err := source.Push(ctx, i, trick.Name)
 		if err != nil {
 			return fmt.Errorf("%s: %w", trick.Name, err)
