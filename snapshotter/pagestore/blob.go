@@ -30,6 +30,7 @@ type Blob struct {
 	refs     int
 	wants    map[int]*want
 	detached bool // its folder has another blob, or nobody
+	forget   bool // its folder is removed when nobody uses it any more
 }
 
 // Acquire opens a blob's folder, which is made if there is none or if the one there
@@ -53,6 +54,7 @@ func (s *Store) Acquire(index *pageindex.Blob, opener *seal.Blob) (*Blob, error)
 		}
 		if err == nil {
 			f.open.refs++
+			f.open.forget = false
 			return f.open, nil
 		}
 		if scarce(err) {
@@ -157,6 +159,9 @@ func (b *Blob) drop() {
 	}
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		log.L.WithError(err).Warn("page store: blob is not used again")
+	}
+	if b.forget {
+		b.store.remove(f)
 	}
 }
 

@@ -19,22 +19,27 @@ func folderKey(index *pageindex.Blob, opener *seal.Blob) string {
 	return opener.CacheKey(index.Key()) + sealedSuffix
 }
 
-// Forget removes what is there of an encrypted checkpoint's blob, unless it is in use.
+// Forget removes what is there of an encrypted checkpoint's blob. If it is in use, as by a fetch that is about
+// to be broken off, that happens at its last release, unless it is acquired again.
 func (s *Store) Forget(index *pageindex.Blob, opener *seal.Blob) {
-	s.forget(func(key string) bool { return key == folderKey(index, opener) })
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch f := s.folders[folderKey(index, opener)]; {
+	case f == nil:
+	case f.open != nil:
+		f.open.forget = true
+	default:
+		s.remove(f)
+	}
 }
 
 // ForgetSealed removes what is there of any encrypted checkpoint's blob that is not in
 // use.
 func (s *Store) ForgetSealed() {
-	s.forget(func(key string) bool { return strings.HasSuffix(key, sealedSuffix) })
-}
-
-func (s *Store) forget(which func(key string) bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for key, f := range s.folders {
-		if f.open == nil && which(key) {
+		if f.open == nil && strings.HasSuffix(key, sealedSuffix) {
 			s.remove(f)
 		}
 	}

@@ -71,19 +71,33 @@ func TestSealed(t *testing.T) {
 		}
 		other.Release()
 	}
-	// What is in use stays.
-	s.Forget(&f.blob, key)
-	check(t, mine, f)
 	dir := filepath.Dir(mine.DataPath())
 	if !strings.HasSuffix(dir, sealedSuffix) {
 		t.Errorf("the folder is %s", dir)
 	}
-	mine.Release()
-	s.Forget(&f.blob, key)
-	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("not forgotten: %v", err)
+	for _, when := range []string{"in use", "not in use"} {
+		if when == "not in use" {
+			mine.Release()
+		}
+		s.Forget(&f.blob, key)
+		if when == "in use" {
+			check(t, mine, f)
+			again := acquire(key)
+			mine.Release()
+			again.Release()
+			if _, err := os.Stat(dir); err != nil {
+				t.Errorf("acquired again and not there: %v", err)
+			}
+			mine = acquire(key)
+			s.Forget(&f.blob, key)
+			mine.Release()
+		}
+		if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("%s: not forgotten: %v", when, err)
+		}
+		mine = acquire(key)
 	}
-	b := acquire(key)
+	b := mine
 	if n, _ := b.Missing(); n != len(f.blob.Chunks) {
 		t.Errorf("%d of %d chunks are missing after that", n, len(f.blob.Chunks))
 	}

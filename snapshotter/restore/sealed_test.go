@@ -285,6 +285,13 @@ func TestEncryptedIsForgotten(t *testing.T) {
 	n.stop()
 	n.start()
 	there(resp, false, "unused at a restart")
+
+	n.stop()
+	n.opts.Limits.Unused = 0
+	n.start()
+	resp = restore()
+	release()
+	there(resp, false, "laid-out state dropped")
 }
 
 // TestEncryptedRefused has a line for each way in which an encrypted checkpoint does not open.
