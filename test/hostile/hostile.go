@@ -43,6 +43,6 @@ func (t *Trick) Apply(i *Image) (err error) {
 func Tricks() []Trick {
 	return slices.Concat(
 		directoryTricks(), frameTricks(), taskTricks(), memoryTricks(), pagemapTricks(), namespaceTricks(), mountTricks(), fileTricks(), socketTricks(), tmpfsTricks(),
-		stateTricks(), bombTricks(), pageIndexTricks(), blobTricks(), manifestTricks(), indexTricks(), configTricks(),
+		stateTricks(), bombTricks(), pageIndexTricks(), blobTricks(), manifestTricks(), sealedTricks(), indexTricks(), configTricks(),
 	)
 }

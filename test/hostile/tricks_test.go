@@ -112,7 +112,7 @@ func TestTricks(t *testing.T) {
 
 // classed reports whether an error travels over RPC as what it is.
 func classed(err error) bool {
-	for _, is := range []func(error) bool{errdefs.IsDataLoss, errdefs.IsFailedPrecondition, errdefs.IsResourceExhausted, errdefs.IsNotFound, errdefs.IsUnavailable} {
+	for _, is := range []func(error) bool{errdefs.IsDataLoss, errdefs.IsFailedPrecondition, errdefs.IsResourceExhausted, errdefs.IsNotFound, errdefs.IsUnavailable, errdefs.IsPermissionDenied} {
 		if is(err) {
 			return true
 		}

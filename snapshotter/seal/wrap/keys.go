@@ -58,7 +58,7 @@ func (k *Keys) Unwrap(ctx context.Context, annotations map[string]string) (seal.
 		}
 		why = append(why, err.Error())
 	}
-	return seal.Key{}, fmt.Errorf("the checkpoint is encrypted for %.200q and this node cannot open it (%s): give the node a key, or encrypt the checkpoint for one that it has: %w",
+	return seal.Key{}, fmt.Errorf("the checkpoint is encrypted for %.200q and this node cannot open it (%.400s): give the node a key, or encrypt the checkpoint for one that it has: %w",
 		strings.Join(Describe(annotations), ", "), strings.Join(why, "; "), errdefs.ErrPermissionDenied)
 }
 

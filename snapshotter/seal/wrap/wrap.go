@@ -75,7 +75,7 @@ func Annotations(all map[string]string) (map[string]string, error) {
 		err = json.Unmarshal(p, &public)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("%w: %s: %w", ErrFormat, annotationOptions, err)
+		return nil, fmt.Errorf("%w: %s: %.200v", ErrFormat, annotationOptions, err)
 	}
 	if public.CipherType != cipher {
 		return nil, fmt.Errorf("%w: cipher %.64q is not supported (this thaw knows %s): use a thaw that knows it", ErrFormat, public.CipherType, cipher)
