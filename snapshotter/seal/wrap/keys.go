@@ -64,24 +64,32 @@ func (k *Keys) Unwrap(ctx context.Context, annotations map[string]string) (seal.
 
 // private opens one of the wrapped keys with one of the private keys.
 func (k *Keys) private(list [][]byte) ([]byte, error) {
-	keys, err := k.read()
+	files, err := k.read()
 	if err != nil {
 		return nil, err
 	}
-	if len(keys) == 0 {
-		return nil, fmt.Errorf("there is no private key in %s", k.Dir)
-	}
-	dc := &config.DecryptConfig{Parameters: map[string][][]byte{"privkeys": keys, "privkeys-passwords": make([][]byte, len(keys))}}
-	for _, w := range list {
-		if p, err := jwe.NewKeyWrapper().UnwrapKey(dc, w); err == nil {
-			return p, nil
+	for _, f := range files { // one at a time: the first that is no key would end it
+		dc := &config.DecryptConfig{Parameters: map[string][][]byte{"privkeys": {f}, "privkeys-passwords": {nil}}}
+		for _, w := range list {
+			if p, err := jwe.NewKeyWrapper().UnwrapKey(dc, w); err == nil {
+				return p, nil
+			}
 		}
 	}
-	return nil, fmt.Errorf("none of the %d private keys in %s opens it", len(keys), k.Dir)
+	keys := 0
+	for _, f := range files {
+		if ok, _ := utils.IsPrivateKey(f, nil); ok {
+			keys++
+		}
+	}
+	if keys == 0 {
+		return nil, fmt.Errorf("there is no private key in %s", k.Dir)
+	}
+	return nil, fmt.Errorf("none of the %d private keys in %s opens it", keys, k.Dir)
 }
 
-// read reads the private keys of the folder, not of those below it.
-func (k *Keys) read() (keys [][]byte, err error) {
+// read reads the files of the folder, not of those below it.
+func (k *Keys) read() (files [][]byte, err error) {
 	if k.Dir == "" {
 		return nil, errors.New("no folder for private keys is configured")
 	}
@@ -102,11 +110,9 @@ func (k *Keys) read() (keys [][]byte, err error) {
 		if err != nil {
 			return nil, err
 		}
-		if ok, _ := utils.IsPrivateKey(p, nil); ok {
-			keys = append(keys, p)
-		}
+		files = append(files, p)
 	}
-	return keys, nil
+	return files, nil
 }
 
 // provided has a key provider open one of the wrapped keys.
