@@ -54,6 +54,7 @@ const (
 	Sockets   = "sockets"   // socket pair and deleted file; answers in its log
 	Crowd     = "crowd"     // test/torture's; many threads or processes that want the same memory
 	Torture   = "torture"   // test/torture's; random things done to memory
+	Bare      = "bare"      // two processes without a lazy page
 )
 
 // Tag is the tag of all images.
@@ -96,6 +97,7 @@ var images = map[string]image{
 	Sockets: {debian: true, program: "sockets", command: []string{"/usr/local/bin/sockets"}},
 	Crowd:   {program: "crowd", command: []string{"/usr/local/bin/crowd"}},
 	Torture: {program: "torture", command: []string{"/usr/local/bin/torture"}},
+	Bare:    {program: "bare", command: []string{"/usr/local/bin/bare"}},
 }
 
 // All lists the names of all images.
@@ -119,6 +121,10 @@ func Build(ctx context.Context, root string, progress io.Writer) error {
 		if err := run(ctx, progress, here, nil, "gcc", "-O2", "-Wall", "-Wextra", "-static", "-pthread", "-o", filepath.Join(programs, n), source); err != nil {
 			return err
 		}
+	}
+	// x86-64 as all of it so far.
+	if err := run(ctx, progress, here, nil, "gcc", "-O2", "-Wall", "-Wextra", "-static", "-nostdlib", "-fno-asynchronous-unwind-tables", "-o", filepath.Join(programs, "bare"), "bare/main.c"); err != nil {
+		return err
 	}
 	return buildDebian(ctx, root, progress)
 }

@@ -7,9 +7,10 @@
 //
 //	GET /touch   checks 1 % of the memory, in runs of 256 KiB spread evenly, always the same
 //	GET /verify  checks all of it
+//	GET /change  gives an eighth of the pages, others each time, a new content that is checked from then on
 //	GET /faults?threads=N&part=P  times the first touch of single pages, see faults
 //
-// The first two answer {"ok":true,"bytes":N,"requests":M}, where M counts the requests so far, or status 500 with the first wrong
+// The first three answer {"ok":true,"bytes":N,"requests":M}, where M counts the requests so far, or status 500 with the first wrong
 // address.
 // CRIU cannot dump MPTCP sockets, which Go programs listen on by default.
 //
@@ -72,10 +73,27 @@ func next(x uint64) uint64 {
 	return x ^ x<<17
 }
 
+// versions says how often each page was changed.
+type versions []uint32
+
+// number is what fill and check take for a page.
+func (v versions) number(page int) uint64 { return uint64(v[page])<<32 | uint64(page) }
+
+// change writes new content to one in eight pages, without reading it before; which ones depends on the round.
+func (v versions) change(memory []byte, round uint64) (changed int) {
+	first := int(seed(round) % 8)
+	for page := first; page < len(v); page += 8 {
+		v[page]++
+		fill(memory[page*pageSize:(page+1)*pageSize], v.number(page))
+		changed += pageSize
+	}
+	return changed
+}
+
 // checkRange checks the pages from offset on and gives the first wrong offset, or -1.
-func checkRange(memory []byte, offset, length int) int {
+func checkRange(memory []byte, v versions, offset, length int) int {
 	for at := offset; at < offset+length; at += pageSize {
-		if !check(memory[at:at+pageSize], uint64(at/pageSize)) {
+		if !check(memory[at:at+pageSize], v.number(at/pageSize)) {
 			return at
 		}
 	}
@@ -83,10 +101,10 @@ func checkRange(memory []byte, offset, length int) int {
 }
 
 // checkSpread checks one in share of the memory and gives how many bytes that was and the first wrong offset, or -1.
-func checkSpread(memory []byte) (checked, wrong int) {
+func checkSpread(memory []byte, v versions) (checked, wrong int) {
 	stride := run * share
 	for at := 0; at+run <= len(memory); at += stride {
-		if wrong := checkRange(memory, at, run); wrong >= 0 {
+		if wrong := checkRange(memory, v, at, run); wrong >= 0 {
 			return checked, wrong
 		}
 		checked += run
@@ -119,6 +137,8 @@ func main() {
 	}
 	filling.Wait()
 
+	changes := make(versions, len(memory)/pageSize)
+	var access sync.RWMutex // to the memory, for changes
 	var requests atomic.Int64
 	answer := func(w http.ResponseWriter, checked, wrong int) {
 		n := requests.Add(1)
@@ -129,11 +149,22 @@ func main() {
 		fmt.Fprintf(w, `{"ok":true,"bytes":%d,"requests":%d}`+"\n", checked, n)
 	}
 	http.HandleFunc("/touch", func(w http.ResponseWriter, _ *http.Request) {
-		checked, wrong := checkSpread(memory)
+		access.RLock()
+		checked, wrong := checkSpread(memory, changes)
+		access.RUnlock()
 		answer(w, checked, wrong)
 	})
 	http.HandleFunc("/verify", func(w http.ResponseWriter, _ *http.Request) {
-		answer(w, len(memory), checkRange(memory, 0, len(memory)))
+		access.RLock()
+		wrong := checkRange(memory, changes, 0, len(memory))
+		access.RUnlock()
+		answer(w, len(memory), wrong)
+	})
+	http.HandleFunc("/change", func(w http.ResponseWriter, _ *http.Request) {
+		access.Lock()
+		changed := changes.change(memory, uint64(requests.Load()))
+		access.Unlock()
+		answer(w, changed, -1)
 	})
 	http.HandleFunc("/faults", func(w http.ResponseWriter, r *http.Request) {
 		threads, err1 := strconv.Atoi(r.FormValue("threads"))
