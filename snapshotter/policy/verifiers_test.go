@@ -197,3 +197,20 @@ func TestBounded(t *testing.T) {
 		t.Errorf("%d verdicts", len(v.verdicts))
 	}
 }
+
+// BenchmarkAccepted is what rules cost a restore whose image was accepted before.
+func BenchmarkAccepted(b *testing.B) {
+	dir := b.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "one"), []byte("#!/bin/sh\n"), 0o700); err != nil {
+		b.Fatal(err)
+	}
+	p, err := New(Options{Repositories: []string{"registry.example/agents/*"}, VerifiersDir: dir, VerdictLifetime: time.Hour})
+	if err != nil {
+		b.Fatal(err)
+	}
+	for b.Loop() {
+		if err := errors.Join(p.Admits(image, here), p.Verify(b.Context(), image, index)); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
