@@ -64,7 +64,7 @@ type node struct {
 
 func newNode(t *testing.T) *node {
 	t.Helper()
-	n := &node{t: t, images: &imageStore{}, state: filepath.Join(t.TempDir(), "state"), cache: filepath.Join(t.TempDir(), "cache"), cached: make(map[string]bool), tampered: make(map[string][]byte)}
+	n := &node{t: t, images: &imageStore{}, state: filepath.Join(memory(t), "state"), cache: filepath.Join(t.TempDir(), "cache"), cached: make(map[string]bool), tampered: make(map[string][]byte)}
 	var err error
 	if n.registry, err = registry.Start("127.0.0.1:0", t.TempDir()); err != nil {
 		t.Fatal(err)
@@ -119,6 +119,21 @@ func newNode(t *testing.T) *node {
 		}
 	})
 	return n
+}
+
+// memory makes a folder on a tmpfs, on which a daemon has its state, if this machine has one.
+func memory(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "hostile-")
+	if err != nil {
+		return t.TempDir()
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
 }
 
 // onDumpsHost reports whether a path that containers have masked was there on the host of the dump.

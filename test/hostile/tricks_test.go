@@ -17,8 +17,8 @@ import (
 const (
 	// mostMemory is what an image may take of the daemon, in bytes, beyond what it has anyway.
 	mostMemory = 256 << 20
-	// mostTime is what it may take. The longest by far unpack up to the limits.
-	mostTime = 20 * time.Second
+	// mostTime is what it may take, on a machine that has much else to do. The longest by far unpack up to the limits.
+	mostTime = time.Minute
 	// longest is how long a message may be, in bytes.
 	longest = 1500
 )
