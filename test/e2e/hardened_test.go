@@ -103,7 +103,7 @@ func status(t *testing.T, pid int, name string) string {
 }
 
 // TestHardened: with all that the unit and its drop-in take away, the daemon restores, looks into the volumes of other users, runs
-// verifiers, comes back after a kill, and kills containers of other users that lost their shim.
+// verifiers, comes back after a kill, and kills containers of other users that lost shim and guard.
 func TestHardened(t *testing.T) {
 	ctx, s := start(t, workloads.Synthetic, workloads.Pipeline)
 	ref := frozenSynthetic(ctx, t, s)
@@ -170,6 +170,9 @@ func TestHardened(t *testing.T) {
 		t.Errorf("the daemon was killed as %d and is %d now: %v", pid, again, err)
 	}
 
+	if err := restored.Remove(ctx); err != nil {
+		t.Fatal(err)
+	}
 	pod, c = restore(ctx, t, s, userRef, stack.ContainerOptions{Mounts: user.Mounts, Change: user.Change, Annotations: map[string]string{"thaw.dev/policy": "lazy"}})
 	process, err := c.PID(ctx)
 	if err != nil {
@@ -181,6 +184,17 @@ func TestHardened(t *testing.T) {
 	shim, err := pod.ShimPID()
 	if err != nil {
 		t.Fatal(err)
+	}
+	// With shim and guard gone the daemon is left. A shim that stands still does not replace its guard.
+	if err := unix.Kill(shim, unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range blows {
+		if b.name == "guard" {
+			if err := b.strike(ctx, s, pod, shim); err != nil {
+				t.Fatal(err)
+			}
+		}
 	}
 	if err := unix.Kill(shim, unix.SIGKILL); err != nil {
 		t.Fatal(err)
