@@ -128,7 +128,9 @@ func (f *frames) decode(m proto.Message) error {
 		// The library says so with a space that is none, to keep others from reading it.
 		return f.errorf("message %d: %s", f.n-1, strings.TrimSpace(strings.TrimPrefix(err.Error(), "proto:")))
 	}
-	if u := unknownFields(m.ProtoReflect(), nil); len(u) > 0 {
+	if u := unknownFields(m.ProtoReflect(), nil); len(u) > 0 && u[0].NUL {
+		return f.errorf("has a NUL byte in %s", u[0])
+	} else if len(u) > 0 {
 		return f.errorf("has %s, which this thaw does not know: it was written by a newer CRIU, use a newer thaw", u[0])
 	}
 	return nil

@@ -4,6 +4,7 @@ package image
 
 import (
 	"fmt"
+	"strings"
 
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -59,28 +60,41 @@ func varints(m proto.Message, field protowire.Number) ([]uint64, error) {
 type unknownField struct {
 	Message string // the message's name, e.g. creds_entry
 	Field   int32
+	NUL     bool // it is known, but has a NUL byte, behind which CRIU reads nothing
 }
 
 func (u unknownField) String() string { return fmt.Sprintf("field %d of %s", u.Field, u.Message) }
 
+func hasNUL(fd protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+	if !fd.IsList() {
+		return strings.IndexByte(v.String(), 0) >= 0
+	}
+	for i := range v.List().Len() {
+		if strings.IndexByte(v.List().Get(i).String(), 0) >= 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // known are the fields that go-criu's types lack and that are read here, or that
 // restore only what every process may set for itself.
 var known = map[unknownField]bool{
-	{"creds_entry", credsNoNewPrivs}: true,
-	{"creds_entry", credsAmbient}:    true,
-	{"inventory_entry", 12}:          true, // plugins_entry, read by readInventory
-	{"inventory_entry", 13}:          true, // dump_criu_run_id
-	{"inventory_entry", 14}:          true, // allow_uprobes
-	{"task_core_entry", 22}:          true, // membarrier registrations
-	{"user_x86_xsave_entry", 9}:      true, // shadow stack registers
-	{"thread_info_aarch64", 5}:       true, // pac_keys
-	{"mm_entry", 17}:                 true, // transparent huge pages switched off
-	{"memfd_inode_entry", 9}:         true, // mode
-	{"ip_opts_entry", 6}:             true, // type of service
-	{"ip_opts_entry", 7}:             true, // time to live
-	{"inet_sk_entry", 20}:            true, // TCP options
-	{"file_entry", 22}:               true, // pidfd
-	{"netns_entry", 10}:              true, // sysctls of an own network namespace
+	{Message: "creds_entry", Field: credsNoNewPrivs}: true,
+	{Message: "creds_entry", Field: credsAmbient}:    true,
+	{Message: "inventory_entry", Field: 12}:          true, // plugins_entry, read by readInventory
+	{Message: "inventory_entry", Field: 13}:          true, // dump_criu_run_id
+	{Message: "inventory_entry", Field: 14}:          true, // allow_uprobes
+	{Message: "task_core_entry", Field: 22}:          true, // membarrier registrations
+	{Message: "user_x86_xsave_entry", Field: 9}:      true, // shadow stack registers
+	{Message: "thread_info_aarch64", Field: 5}:       true, // pac_keys
+	{Message: "mm_entry", Field: 17}:                 true, // transparent huge pages switched off
+	{Message: "memfd_inode_entry", Field: 9}:         true, // mode
+	{Message: "ip_opts_entry", Field: 6}:             true, // type of service
+	{Message: "ip_opts_entry", Field: 7}:             true, // time to live
+	{Message: "inet_sk_entry", Field: 20}:            true, // TCP options
+	{Message: "file_entry", Field: 22}:               true, // pidfd
+	{Message: "netns_entry", Field: 10}:              true, // sysctls of an own network namespace
 }
 
 // unknownFields returns the fields in m and the messages in it that nothing here
@@ -99,13 +113,15 @@ func unknownFields(m protoreflect.Message, out []unknownField) []unknownField {
 		}
 		in = in[n+k:]
 		u := unknownField{Message: string(m.Descriptor().Name()), Field: int32(num)}
-		// A known field's number among the unknown ones is an enumeration value
-		// that the type does not have; whoever reads the field judges that.
-		if m.Descriptor().Fields().ByNumber(num) == nil && !known[u] {
+		// A known field's number among the unknown ones is no value of the field.
+		if !known[u] {
 			out = append(out, u)
 		}
 	}
 	m.Range(func(fd protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+		if fd.Kind() == protoreflect.StringKind && hasNUL(fd, v) {
+			out = append(out, unknownField{Message: string(m.Descriptor().Name()), Field: int32(fd.Number()), NUL: true})
+		}
 		if fd.Kind() != protoreflect.MessageKind {
 			return len(out) < enough
 		}

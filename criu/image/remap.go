@@ -28,12 +28,15 @@ func (d *Dir) Remaps() (map[uint32]Remap, error) {
 			return fmt.Errorf("%w: %s has an entry without a file, file %d twice, or more than %d", ErrFormat, name, e.GetOrigId(), maxOpenFiles)
 		}
 		seen[*e.OrigId] = true
-		switch {
-		case e.RemapType == nil: // images before CRIU 1.6, or a type that is not known
-			return fmt.Errorf("%w: %s has file %d in an unknown way", ErrFormat, name, *e.OrigId)
-		case *e.RemapType == remap_file_path.RemapType_PROCFS:
-		default:
+		if e.RemapType == nil { // images before CRIU 1.6
+			return fmt.Errorf("%w: %s has file %d in no way", ErrFormat, name, *e.OrigId)
+		}
+		switch *e.RemapType {
+		case remap_file_path.RemapType_PROCFS:
+		case remap_file_path.RemapType_LINKED, remap_file_path.RemapType_GHOST:
 			out[*e.OrigId] = Remap{Target: *e.RemapId, Ghost: *e.RemapType == remap_file_path.RemapType_GHOST}
+		default:
+			return fmt.Errorf("%w: %s has file %d in the unknown way %d", ErrFormat, name, *e.OrigId, *e.RemapType)
 		}
 		return nil
 	})

@@ -89,6 +89,7 @@ func fileTricks() []Trick {
 	kind := func(t fdinfo.FdTypes) func(*Image) { return adds(&fdinfo.FileEntry{Type: t.Enum()}) }
 	return []Trick{
 		{Name: "path-with-dots", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Name = proto.String("/../../etc/shadow") }), Says: "open file: the checkpoint has /../../etc/shadow"},
+		{Name: "path-with-an-end-within", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Name = proto.String("/etc/shadow\x00/harmless") }), Says: "files.img has a NUL byte in field 6 of reg_file_entry"},
 		{Name: "path-of-megabytes", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Name = proto.String(strings.Repeat("/b", 4<<20)) }), Says: "open file: the checkpoint has /b/b/b"},
 		{Name: "relative-path", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Name = proto.String("etc/shadow") }), Says: "open file: the checkpoint has etc/shadow"},
 		{Name: "path-with-control-characters", Make: firstFile(func(f *fdinfo.FileEntry) { f.Reg.Name = proto.String("/x/../\x1b]0;owned\x07\nforged log entry") }), Says: `/x/../\x1b]0;owned\a\nforged log entry`},
@@ -139,6 +140,7 @@ func fileTricks() []Trick {
 			remap(i, 1, 2, remap_file_path.RemapType_PROCFS)
 			rawMessages(i, "remap-fpath.img", func(m [][]byte) [][]byte { return append(m, m[0]) })
 		}, Says: "remap-fpath.img has an entry without a file, file 1 twice"},
+		{Name: "remap-in-an-unknown-way", Make: func(i *Image) { remap(i, 1, 1, 7) }, Says: "has file 1 in the unknown way 7"},
 		{Name: "deleted-device", Make: func(i *Image) { i.put("ghost-file-1.img", ghost(unix.S_IFBLK|0o666)) }, Says: "deleted file: the checkpoint has a device"},
 		{Name: "deleted-setuid-program", Make: func(i *Image) { i.put("ghost-file-1.img", ghost(unix.S_IFREG|unix.S_ISUID|0o755)) }, Says: "deleted file: the checkpoint has a set-user-ID program"},
 	}

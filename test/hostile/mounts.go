@@ -98,6 +98,7 @@ func mountTricks() []Trick {
 			return l
 		}), Says: "a part (/) of another filesystem at /dev/mqueue"},
 		{Name: "way-out-of-a-mount", Make: at("/dev", func(e *mnt.MntEntry) { e.Root = proto.String("/../../etc") }), Says: "a part (/../../etc) of another filesystem"},
+		{Name: "dots-with-an-end-within", Make: at("/sys/fs/cgroup/cpu", func(e *mnt.MntEntry) { e.Root = proto.String("/..\x00/x") }), Says: "has a NUL byte in field 6 of mnt_entry"},
 		{Name: "mountpoint-with-dots", Make: at("/dev/shm", func(e *mnt.MntEntry) { e.Mountpoint = proto.String("/dev/../../etc") }), Says: "mount: the checkpoint has /dev/../../etc"},
 		{Name: "relative-mountpoint", Make: at("/dev/shm", func(e *mnt.MntEntry) { e.Mountpoint = proto.String("dev/shm") }), Says: "mount: the checkpoint has dev/shm"},
 		{Name: "mount-by-a-plugin", Make: at("/dev/shm", func(e *mnt.MntEntry) { e.WithPlugin = proto.Bool(true) }), Says: "/dev/shm, restored by a CRIU plugin"},

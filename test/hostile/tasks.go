@@ -12,6 +12,7 @@ import (
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/pstree"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/sysctl"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 )
 
@@ -67,6 +68,13 @@ func taskTricks() []Trick {
 			Pod: func(s *specs.Spec) { s.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActErrno} },
 		},
 		{Name: "seccomp-of-the-process", Make: task(func(c *core.CoreEntry) { c.Tc.OldSeccompMode = core.SeccompMode_disabled.Enum() }), Says: "seccomp mode for the whole process"},
+		{
+			Name: "uid-of-another-encoding", Says: "field 1 of creds_entry, which this thaw does not know",
+			Make: task(func(c *core.CoreEntry) {
+				m := c.ThreadCore.Creds
+				m.ProtoReflect().SetUnknown(append(m.ProtoReflect().GetUnknown(), protowire.AppendFixed32(protowire.AppendTag(nil, 1, protowire.Fixed32Type), 0)...))
+			}),
+		},
 		{
 			Name: "limit-too-high", Says: "RLIMIT_NOFILE: the checkpoint has",
 			Make: func(*Image) {}, Pod: func(s *specs.Spec) {
