@@ -58,6 +58,9 @@ type Options struct {
 // cleanupTimeout bounds what is done after a cancelled or finished dump.
 const cleanupTimeout = 30 * time.Second
 
+// resumePace is how often a containerd that is away is asked to let a container go on.
+const resumePace = 100 * time.Millisecond
+
 // Dump is a container's checkpoint on this node. Done must be called.
 type Dump struct {
 	// Source is what to publish. It is valid until Done.
@@ -197,22 +200,36 @@ func (d *Dump) pause(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// resume lets a frozen container go on, even if ctx has been cancelled.
+// resume lets a frozen container go on, even if ctx has been cancelled. It waits for a containerd that is restarted.
 func (d *Dump) resume(ctx context.Context) error {
 	if !d.paused {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanupTimeout)
 	defer cancel()
-	if err := d.task.Resume(ctx); err != nil {
-		if s, serr := d.task.Status(ctx); errdefs.IsNotFound(serr) || serr == nil && s.Status != containerd.Paused && s.Status != containerd.Pausing {
+	pace := time.NewTicker(resumePace)
+	defer pace.Stop()
+	for {
+		err := d.task.Resume(ctx)
+		if err != nil {
+			s, serr := d.task.Status(ctx)
+			if errdefs.IsNotFound(serr) || serr == nil && s.Status != containerd.Paused && s.Status != containerd.Pausing {
+				err = nil // it was not frozen after all, or is gone
+			}
+		}
+		if err == nil {
 			d.paused = false
-			return nil // it was not frozen after all, or is gone
+			return nil
+		}
+		if errdefs.IsUnavailable(err) {
+			select {
+			case <-pace.C:
+				continue
+			case <-ctx.Done():
+			}
 		}
 		return fmt.Errorf("container %s stays frozen: %w: try ctr task resume", short(d.info.ID), err)
 	}
-	d.paused = false
-	return nil
 }
 
 // Done releases the dump. If the container is still frozen it is killed when

@@ -3,6 +3,7 @@
 package dump
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"os"
@@ -11,7 +12,9 @@ import (
 	"testing"
 	"time"
 
+	containerd "github.com/containerd/containerd/v2/client"
 	"github.com/containerd/containerd/v2/core/containers"
+	"github.com/containerd/errdefs"
 	"github.com/containerd/typeurl/v2"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/types/known/anypb"
@@ -178,5 +181,39 @@ func TestExplain(t *testing.T) {
 	}
 	if v := versionIn(strings.NewReader(log)); v != "4.2.1" {
 		t.Errorf("version %q", v)
+	}
+}
+
+// restarting is a task of a containerd that answers after a few calls.
+type restarting struct {
+	containerd.Task
+	away    int
+	resumed bool
+}
+
+func (r *restarting) Resume(context.Context) error {
+	if r.away--; r.away >= 0 {
+		return errdefs.ErrUnavailable
+	}
+	r.resumed = true
+	return nil
+}
+
+func (r *restarting) Status(context.Context) (containerd.Status, error) {
+	if r.away > 0 {
+		return containerd.Status{}, errdefs.ErrUnavailable
+	}
+	return containerd.Status{Status: containerd.Paused}, nil
+}
+
+// TestResumeAfterRestart: a container does not stay frozen because containerd was restarted while it was dumped.
+func TestResumeAfterRestart(t *testing.T) {
+	c := container(t, func(*containers.Container, *specs.Spec) {})
+	task := &restarting{Task: nil, away: 3}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel() // as after an interrupt
+	d := &Dump{info: c.info, task: task, paused: true}
+	if err := d.resume(ctx); err != nil || !task.resumed || d.paused {
+		t.Errorf("resumed %v, paused %v: %v", task.resumed, d.paused, err)
 	}
 }
