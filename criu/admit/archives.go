@@ -92,11 +92,13 @@ func (c *check) archived(file string, h *tar.Header, links map[string]bool) {
 		bad("a path that leads out of it")
 		return
 	}
-	for dir := path.Dir(name); dir != "."; dir = path.Dir(dir) {
-		if links[dir] {
-			bad("a path through a link")
-			return
-		}
+	if throughLink(name, links) {
+		bad("a path through a link")
+		return
+	}
+	if n, ok := h.PAXRecords["GNU.sparse.name"]; ok && n != h.Name {
+		bad("a second name, " + quote(n)) // which tar would take
+		return
 	}
 	switch h.Typeflag {
 	case tar.TypeReg, tar.TypeDir, tar.TypeFifo, tar.TypeGNUSparse:
@@ -109,6 +111,8 @@ func (c *check) archived(file string, h *tar.Header, links map[string]bool) {
 	case tar.TypeLink:
 		if t := path.Clean(h.Linkname); path.IsAbs(t) || t == ".." || strings.HasPrefix(t, "../") {
 			bad("a hard link that leads out of it")
+		} else if throughLink(t, links) {
+			bad("a hard link through a link")
 		}
 	case tar.TypeChar, tar.TypeBlock:
 		if !c.deviceNumber(h) {
@@ -117,6 +121,16 @@ func (c *check) archived(file string, h *tar.Header, links map[string]bool) {
 	default:
 		bad(fmt.Sprintf("an entry of unknown type %q", h.Typeflag))
 	}
+}
+
+// throughLink reports whether a clean relative path goes through one of the links.
+func throughLink(p string, links map[string]bool) bool {
+	for dir := path.Dir(p); dir != "." && dir != "/"; dir = path.Dir(dir) {
+		if links[dir] {
+			return true
+		}
+	}
+	return false
 }
 
 // deviceNumber reports whether the container has a device of that number.

@@ -147,33 +147,25 @@ func bomb(name string, n int64) []byte {
 
 // sparse is a file of an archive that has no data but n bytes (GNU sparse format 1.0 in PAX).
 func sparse(name string, n int64) []byte {
-	var b bytes.Buffer
-	w := tar.NewWriter(&b)
 	data := make([]byte, 512)
 	copy(data, "0\n")
-	// The writer refuses the records, so they are written as their own entry.
-	var records string
-	for _, r := range [][2]string{
+	return described(Regular("sparse", data), [][2]string{
 		{"GNU.sparse.major", "1"}, {"GNU.sparse.minor", "0"}, {"GNU.sparse.name", name}, {"GNU.sparse.realsize", fmt.Sprint(n)},
-	} {
+	})
+}
+
+// described is an entry of an archive behind PAX records, which the writer would refuse.
+func described(e Entry, records [][2]string) []byte {
+	var text string
+	for _, r := range records {
 		line := fmt.Sprintf(" %s=%s\n", r[0], r[1])
-		size := len(line) + 2
-		records += fmt.Sprintf("%d%s", size, line)
+		text += fmt.Sprintf("%d%s", len(line)+2, line) // of two digits
 	}
-	must(w.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: "PaxHeaders/x", Size: int64(len(records))}))
-	_, err := io.WriteString(w, records)
-	must(err)
-	must(w.Flush())
-	at := b.Len()
-	must(w.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: "sparse", Size: int64(len(data))}))
-	_, err = w.Write(data)
-	must(err)
-	must(w.Flush())
-	p := b.Bytes()
-	p[156] = tar.TypeXHeader
-	checksummed(p)
-	checksummed(p[at:])
-	return p
+	const end = 1024
+	head := Tar([]Entry{Regular("PaxHeaders/x", []byte(text))})
+	head[156] = tar.TypeXHeader
+	body := Tar([]Entry{e})
+	return append(checksummed(head[:len(head)-end]), body[:len(body)-end]...)
 }
 
 // tmpfsTricks are those of the archives that CRIU has the node's tar unpack into a tmpfs.
@@ -196,6 +188,15 @@ func tmpfsTricks() []Trick {
 		{Name: "tmpfs-absolute-path", Make: archive(tar.Header{Typeflag: tar.TypeReg, Name: "/etc/cron.d/evil"}), Says: "a path that leads out of it (/etc/cron.d/evil"},
 		{Name: "tmpfs-through-a-link", Make: archive(tar.Header{Typeflag: tar.TypeSymlink, Name: "x", Linkname: "/etc"}, tar.Header{Typeflag: tar.TypeReg, Name: "x/passwd"}), Says: "a path through a link (x/passwd"},
 		{Name: "tmpfs-hard-link", Make: archive(tar.Header{Typeflag: tar.TypeLink, Name: "x", Linkname: "/etc/shadow"}), Says: "a hard link that leads out of it (x"},
+		{Name: "tmpfs-hard-link-through-a-link", Make: archive(tar.Header{Typeflag: tar.TypeSymlink, Name: "x", Linkname: "/etc"}, tar.Header{Typeflag: tar.TypeLink, Name: "y", Linkname: "x/shadow"}), Says: "a hard link through a link (y"},
+		{Name: "tmpfs-of-two-names", Make: func(i *Image) {
+			var b bytes.Buffer
+			z := gzip.NewWriter(&b)
+			_, err := z.Write(described(Regular("harmless", nil), [][2]string{{"GNU.sparse.name", "../../etc/cron.d/x"}}))
+			must(err)
+			must(z.Close())
+			i.put(i.first("tmpfs-dev-"), b.Bytes())
+		}, Says: "a second name, ../../etc/cron.d/x (harmless"},
 		{Name: "tmpfs-path-of-megabytes", Make: archive(tar.Header{Typeflag: tar.TypeReg, Name: strings.Repeat("d/", 400_000) + "x"}), Says: "a path that is too long (d/d/d"},
 		{Name: "tmpfs-of-many-links", Make: func(i *Image) {
 			links := make([]tar.Header, 5000)
