@@ -4,6 +4,7 @@
 #   make test    all tests and the linters
 #   make torture SEEDS=1000   random programs against the fault handler; FIRST= and REPEAT= for certain seeds
 #   make restores RESTORES=500   one container restored again and again: nothing may be left behind
+#   make soak DURATION=1h   restores, checkpoints and faults in a random order; SEED= for a certain one
 #   make bench   benchmarks into build/bench, see docs/benchmarks.md; takes most of an hour
 #   make trace   where the time of a restore goes, from traces
 #   make up      the stack stays up for poking; make down ends it
@@ -30,8 +31,11 @@ FIRST ?= 0
 REPEAT ?= 1
 # Of the test that restores a container again and again.
 RESTORES ?= 500
+# Of the soak: how long, and the seed of its order (0: random).
+DURATION ?= 1m
+SEED ?= 0
 
-.PHONY: help deps build images test unit race fuzz torture restores e2e lint format demo bench trace up down clean
+.PHONY: help deps build images test unit race fuzz torture restores soak e2e lint format demo bench trace up down clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -78,11 +82,15 @@ restores: deps build images
 	@echo "==> $(RESTORES) restores"
 	@go test -count=1 -timeout 0 -v -run 'TestRepeatedRestores' ./test/e2e -restores $(RESTORES)
 
+soak: deps build images
+	@echo "==> soak: $(DURATION)"
+	@go run ./test/soak -duration $(DURATION) -seed $(SEED)
+
 e2e: deps build images
 	@echo "==> end-to-end tests"
 	@go test -count=1 -p 1 -timeout 25m -v ./test/e2e/... | grep -Ev '^=== (RUN|PAUSE|CONT|NAME)'
 
-test: deps build images lint unit fuzz e2e
+test: deps build images lint unit fuzz e2e soak
 
 demo: deps build images
 	@go run ./test/demo

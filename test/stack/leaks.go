@@ -19,6 +19,7 @@ import (
 
 	"github.com/containerd/containerd/v2/core/snapshots"
 	"github.com/containerd/containerd/v2/pkg/namespaces"
+	"golang.org/x/sys/unix"
 )
 
 // State is what is there at one time of the things that a container can leave behind. Each entry is a line that says
@@ -66,6 +67,20 @@ func (s *Stack) AwaitClean(ctx context.Context, before State) error {
 		case <-tick.C:
 		}
 	}
+}
+
+// RemoveDeadSockets removes the sockets of shims that were killed: containerd leaves them, those of runc's shim as well.
+func RemoveDeadSockets() error {
+	sockets, err := filepath.Glob("/run/containerd/s/*")
+	for _, path := range sockets {
+		conn, derr := net.Dial("unix", path)
+		if derr == nil {
+			conn.Close()
+		} else if errors.Is(derr, unix.ECONNREFUSED) {
+			err = errors.Join(err, os.Remove(path))
+		}
+	}
+	return err
 }
 
 func (state State) add(kind, what string) { state[kind+" "+what] = true }
