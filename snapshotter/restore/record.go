@@ -134,17 +134,23 @@ func (r *record) gone() bool {
 	return errors.Is(err, os.ErrNotExist)
 }
 
-// sweepInterval is how long a restore that nobody released may stay.
-const sweepInterval = time.Minute
+const (
+	// sweepInterval is how long a restore that nobody released may stay.
+	sweepInterval = time.Minute
+	// sweepSoon is how long after the daemon's start: shims that ended while it was
+	// away released nothing, and their containers may go just then.
+	sweepSoon = 5 * time.Second
+)
 
 // sweepAgain sweeps until the manager is closed.
 func (m *Manager) sweepAgain() {
-	tick := time.NewTicker(sweepInterval)
-	defer tick.Stop()
+	next := time.NewTimer(sweepSoon)
+	defer next.Stop()
 	for {
 		select {
-		case <-tick.C:
+		case <-next.C:
 			m.sweep()
+			next.Reset(sweepInterval)
 		case <-m.ctx.Done():
 			return
 		}
