@@ -275,6 +275,9 @@ func (m *numbers) entry() (Range, error) {
 	if !m.has[1] || !m.has[2] && !m.has[5] {
 		return r, errors.New("it has no address or no length")
 	}
+	if m.has[5] && m.value[2] != 0 && m.value[2] != m.value[5] {
+		return r, fmt.Errorf("two lengths, %d and %d pages", m.value[2], m.value[5]) // which counts depends on CRIU's version
+	}
 	flags := uint64(uint32(m.value[4]))
 	if flags&^pagemapKnown != 0 {
 		return r, fmt.Errorf("unknown flags %#x", flags)

@@ -96,6 +96,10 @@ func pagemapTricks() []Trick {
 			e := &pagemap.PagemapEntry{Vaddr: proto.Uint64(1 << 50), NrPages: proto.Uint32(hugePages), Flags: proto.Uint32(lazy)}
 			return append(l, e, &pagemap.PagemapEntry{Vaddr: proto.Uint64(1 << 51), NrPages: proto.Uint32(hugePages), Flags: proto.Uint32(lazy)})
 		}), Says: "describes more than 17592186044416 bytes"},
+		{Name: "pagemap-of-two-lengths", Make: one(eager, func(e *pagemap.PagemapEntry) {
+			e.NrPages = proto.Uint32(7)
+			e.ProtoReflect().SetUnknown(protowire.AppendVarint(protowire.AppendTag(nil, 5, protowire.VarintType), 1))
+		}), Says: "two lengths, 7 and 1 pages"},
 		{Name: "pagemap-without-pages", Make: one(eager, func(e *pagemap.PagemapEntry) { length(e, 0) }), Says: "0 pages at"},
 		{Name: "pagemap-of-unknown-flags", Make: one(eager, func(e *pagemap.PagemapEntry) { e.Flags = proto.Uint32(64) }), Says: "unknown flags 0x40"},
 		{Name: "pages-of-an-earlier-dump", Make: one(eager, func(e *pagemap.PagemapEntry) { e.Flags = proto.Uint32(parent) }), Says: "that are in an earlier dump"},
