@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"os"
+	"path/filepath"
 	"sync/atomic"
 	"unsafe"
 
@@ -36,12 +37,17 @@ func openStore(files Store, b *pageindex.Blob) (*store, error) {
 	if b.Pages() == 0 {
 		return s, nil
 	}
-	var err error
-	if s.file, s.data, err = mapFile(files.Data, b.Pages()*pageSize, 1); err != nil {
+	// Both from one folder: between two looks for its name there may be another, whose bitmap says nothing of this one's pages.
+	dir, err := os.OpenRoot(filepath.Dir(files.Data))
+	if err != nil {
+		return nil, fmt.Errorf("page store: %w", err)
+	}
+	defer dir.Close()
+	if s.file, s.data, err = mapFile(dir, files.Data, b.Pages()*pageSize, 1); err != nil {
 		return nil, err
 	}
 	var bitmap *os.File
-	if bitmap, s.bitmap, err = mapFile(files.Present, (uint64(len(b.Chunks))+7)/8, 4); err != nil {
+	if bitmap, s.bitmap, err = mapFile(dir, files.Present, (uint64(len(b.Chunks))+7)/8, 4); err != nil {
 		s.close()
 		return nil, err
 	}
@@ -85,10 +91,10 @@ func (s *store) maps(address uintptr) bool {
 	return false
 }
 
-// mapFile maps a file of at least size bytes read-only. The length of the
+// mapFile maps a file of a folder, of at least size bytes, read-only. The length of the
 // mapping is rounded up to a multiple of align, which stays in the last page.
-func mapFile(name string, size uint64, align int) (_ *os.File, _ []byte, err error) {
-	f, err := os.OpenFile(name, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+func mapFile(dir *os.Root, name string, size uint64, align int) (_ *os.File, _ []byte, err error) {
+	f, err := dir.OpenFile(filepath.Base(name), os.O_RDONLY|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return nil, nil, fmt.Errorf("page store: %w", err)
 	}
