@@ -204,4 +204,12 @@ func TestHardened(t *testing.T) {
 		t.Error(err)
 	}
 	removeDeadSockets(t)
+	// containerd, which sees the shim die too, kills as well.
+	log, err := os.ReadFile(filepath.Join(s.Logs(), "thaw-snapshotter.log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Contains(log, []byte("the container is killed")) || bytes.Contains(log, []byte("container not killed")) {
+		t.Errorf("the daemon did not kill the container:\n%s", log)
+	}
 }
