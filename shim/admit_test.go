@@ -44,7 +44,8 @@ func TestStartAsksFirst(t *testing.T) {
 	}
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(context.WithoutCancel(t.Context()), l) }()
-	c := &restored{service: &service{node: newNode(path)}, rootfs: "/bundle/rootfs", prepared: &api.PrepareResponse{RestoreId: "ns/c"}}
+	c := &restored{profiled: make(chan struct{}), filter: []byte("filter"), service: &service{node: newNode(path)}, rootfs: "/bundle/rootfs", prepared: &api.PrepareResponse{RestoreId: "ns/c"}}
+	close(c.profiled)
 	_, err = c.start(t.Context(), func(context.Context) (*taskapi.StartResponse, error) {
 		t.Error("started")
 		return nil, errors.New("started")
@@ -52,7 +53,7 @@ func TestStartAsksFirst(t *testing.T) {
 	if !errdefs.IsFailedPrecondition(err) || err.Error() != "thaw: restore of x: file /a is a link" || c.failure == nil {
 		t.Errorf("error %v, failure %v", err, c.failure)
 	}
-	if r := <-d.asked; r.GetRestoreId() != "ns/c" || r.GetRootfs() != "/bundle/rootfs" {
+	if r := <-d.asked; r.GetRestoreId() != "ns/c" || r.GetRootfs() != "/bundle/rootfs" || string(r.GetSeccompFilter()) != "filter" {
 		t.Errorf("asked %v", r)
 	}
 	c.service.node.close()

@@ -14,6 +14,7 @@ import (
 
 	taskapi "github.com/containerd/containerd/api/runtime/task/v3"
 	runcoptions "github.com/containerd/containerd/api/types/runc/options"
+	runc "github.com/containerd/go-runc"
 	"github.com/containerd/log"
 	"github.com/containerd/typeurl/v2"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -54,6 +55,9 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		service:  s,
 		started:  time.Now(),
 		paged:    make(chan struct{}),
+		spec:     spec,
+		profiled: make(chan struct{}),
+		looked:   verdict{known: make(chan struct{})},
 		stderr:   cmp.Or(r.Stderr, r.Stdout),
 	}
 	if spec.Process != nil {
@@ -92,6 +96,8 @@ func newRestored(ctx context.Context, s *service, ns string, r *taskapi.CreateTa
 		return nil, err
 	}
 	c.filled = pager.Policy(prepared.Policy) == pager.Complete
+	runtime := cmp.Or(opts.BinaryName, runc.DefaultCommand)
+	c.running.Go(func() { c.profile(runtime) })
 	opts = proto.Clone(opts).(*runcoptions.Options)
 	opts.CriuWorkPath = c.work
 	if r.Options, err = typeurl.MarshalAnyToProto(opts); err != nil {

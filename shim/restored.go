@@ -14,6 +14,7 @@ import (
 
 	taskapi "github.com/containerd/containerd/api/runtime/task/v3"
 	"github.com/containerd/log"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"thaw.dev/thaw/criu"
 	"thaw.dev/thaw/criu/criulog"
@@ -44,6 +45,11 @@ type restored struct {
 	stderr        string // where its standard error goes; of a terminal, its output
 
 	paged       chan struct{} // closed when there is a pager, or pagerErr is set
+	spec        *specs.Spec
+	profiled    chan struct{} // closed when there is a filter, or filterErr is set
+	filter      []byte        // what runc makes of the spec's seccomp section; nil if that filters nothing
+	filterErr   error
+	looked      verdict
 	pager       *pager.Pager
 	pagerErr    error
 	listener    *lazypages.Listener
@@ -75,7 +81,8 @@ type restored struct {
 
 // serve takes what CRIU hands over until the restore is complete.
 func (c *restored) serve(ctx context.Context) {
-	err := c.listener.Serve(ctx, handler{c.pager, c.trace})
+	defer c.endVerify(errNotVerified) // if it was not
+	err := c.listener.Serve(ctx, handler{c.pager, c.trace, c.verify})
 	if err == nil || ctx.Err() != nil {
 		return
 	}
@@ -89,14 +96,14 @@ func (c *restored) serve(ctx context.Context) {
 }
 
 // fail is called when the container can not go on without the danger of a wrong
-// page: it is killed, while its userfaultfds are still open.
+// page, or has what it must not have: it is killed, while its userfaultfds are still open.
 func (c *restored) fail(reason error) {
 	c.failOnce.Do(func() {
 		c.mu.Lock()
 		c.failure = errors.New(api.Line(reason.Error()))
 		c.mu.Unlock()
 		log.L.WithError(reason).WithField("container", c.id).WithField("image", c.prepared.Image).
-			Error("thaw: killing the container, its memory cannot be completed")
+			Error("thaw: killing the container")
 		if err := farewell(c.stderr, "thaw: killing the container: "+api.Line(reason.Error())); err != nil {
 			log.L.WithError(err).WithField("container", c.id).Warn("thaw: the container's log does not say why it ends")
 		}
@@ -124,6 +131,9 @@ func (c *restored) start(ctx context.Context, upstream func(context.Context) (*t
 		return nil, c.refuse(fmt.Errorf("prepare restore of %s: %w", c.prepared.Image, c.pagerErr))
 	}
 	resp, err := c.restore(ctx, upstream)
+	if err == nil {
+		err = c.verified(ctx, int(resp.Pid))
+	}
 	c.mu.Lock()
 	failure := c.failure
 	c.mu.Unlock()
@@ -181,8 +191,11 @@ func (c *restored) restore(ctx context.Context, upstream func(context.Context) (
 // admit asks the daemon again whether the restore may be: Create has mounted the
 // root filesystem, whose links could lead CRIU elsewhere than the images say.
 func (c *restored) admit(ctx context.Context) error {
+	if <-c.profiled; c.filterErr != nil {
+		return c.refuse(fmt.Errorf("restore of %s: %w", c.prepared.Image, c.filterErr))
+	}
 	err := c.service.node.call(ctx, func(ctx context.Context, n api.NodeService) error {
-		_, err := n.Admit(ctx, &api.AdmitRequest{RestoreId: c.prepared.RestoreId, Rootfs: c.rootfs})
+		_, err := n.Admit(ctx, &api.AdmitRequest{RestoreId: c.prepared.RestoreId, Rootfs: c.rootfs, SeccompFilter: c.filter})
 		return err
 	})
 	if err == nil {

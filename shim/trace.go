@@ -153,7 +153,8 @@ func spanPhases(ctx context.Context, opened time.Time, prefix string, phases []t
 // handler passes what CRIU hands over to the fault handler.
 type handler struct {
 	*pager.Pager
-	trace func() context.Context // of the restore
+	trace  func() context.Context // of the restore
+	verify func()                 // compares the processes with the spec
 }
 
 // Task takes over a process.
@@ -171,4 +172,5 @@ func (h handler) Task(pid uint32, uffd int) error {
 func (h handler) Finished() {
 	h.Restored()
 	trace.SpanFromContext(h.trace()).AddEvent("all processes handed over")
+	h.verify()
 }

@@ -78,12 +78,12 @@ func same(a, b os.FileInfo) bool {
 }
 
 // admitImages decides whether CRIU images may be restored under a spec, in a root
-// filesystem if it is known.
-func admitImages(_ context.Context, images, rootfs string, spec *specs.Spec) error {
+// filesystem and with the spec's seccomp filter if they are known.
+func admitImages(_ context.Context, images, rootfs string, filter []byte, spec *specs.Spec) error {
 	d, err := image.Open(images)
 	if err != nil {
 		return err
 	}
 	defer d.Close()
-	return admit.Check(d, spec, admit.Options{Rootfs: rootfs})
+	return admit.Check(d, spec, admit.Options{Rootfs: rootfs, Filter: filter})
 }

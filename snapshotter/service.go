@@ -37,7 +37,7 @@ func (s *service) Prepare(ctx context.Context, req *api.PrepareRequest) (*api.Pr
 
 func (s *service) Admit(ctx context.Context, req *api.AdmitRequest) (*api.AdmitResponse, error) {
 	begin := time.Now()
-	err := s.restores.Admit(ctx, req.GetRestoreId(), req.GetRootfs())
+	err := s.restores.Admit(ctx, req.GetRestoreId(), req.GetRootfs(), req.GetSeccompFilter())
 	lg := log.G(ctx).WithField("restore", req.GetRestoreId()).WithField("took", time.Since(begin))
 	if err != nil {
 		lg.WithError(err).Error("restore refused")

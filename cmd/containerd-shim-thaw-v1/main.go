@@ -11,10 +11,12 @@ import (
 
 	thaw "thaw.dev/thaw/shim"
 	"thaw.dev/thaw/shim/guard"
+	"thaw.dev/thaw/shim/profile"
 )
 
 func main() {
 	guard.Main()
+	profile.Main()
 	thaw.Register()
 	shim.RunShim(context.Background(), thaw.NewManager())
 }

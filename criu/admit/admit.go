@@ -15,8 +15,13 @@
 // user is not root, a task that came to another uid through a set-user-ID program
 // is refused, because "the pod does not run as root" is what such a spec is for.
 //
-// What is not compared: the content of seccomp filters (only that there is one),
-// and limits that the spec leaves to the runtime.
+// Seccomp filters are compared with the one that the node's runtime makes of the
+// spec: it, or one that is at least as strict, must be in the chain of each thread. More
+// filters, which a program installed itself, only take away.
+//
+// What is not compared: limits that the spec leaves to the runtime, and whether
+// memory may be dumped, which every process decides for itself; CRIU turns it off
+// where it cannot have what the image says.
 package admit
 
 import (
@@ -31,6 +36,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"thaw.dev/thaw/criu/image"
+	"thaw.dev/thaw/criu/seccomp"
 )
 
 // Difference is one thing that the images have and the spec does not grant.
@@ -115,6 +121,10 @@ type Options struct {
 	// that is good for an early answer, but no restore may go without a check that
 	// has a root filesystem.
 	Rootfs string
+	// Filter is the program that the node's runtime makes of the spec's seccomp
+	// section (struct sock_filter). Without it an early answer does not compare
+	// filters; a check with a root filesystem refuses, if the spec wants one.
+	Filter []byte
 	// Exists reports whether a path below /proc or /sys is there on this node:
 	// the runtime masks only paths that are. nil stands for this process's own.
 	Exists func(path string) bool
@@ -134,7 +144,8 @@ func Check(d *image.Dir, spec *specs.Spec, opts Options) error {
 			return err == nil
 		}
 	}
-	c := &check{dir: d, spec: spec, opts: opts, tmpfsLinks: make(map[string]bool)}
+	c := newCheck(spec, opts)
+	c.dir = d
 	// Names first: nothing else is read from a directory with strangers in it.
 	if err := c.names(); err != nil {
 		return err
@@ -189,8 +200,17 @@ type check struct {
 	// tmpfsLinks are the symbolic links in all tmpfs mounts, without their mount
 	// points.
 	tmpfsLinks map[string]bool
-	linkBytes  int // in their paths
+	linkBytes  int           // in their paths
+	strictness map[int]error // of filters by their index: nil for those as strict as the spec's
+	budget     int           // see seccomp.Covers
 	found      []Difference
+}
+
+func newCheck(spec *specs.Spec, opts Options) *check {
+	return &check{
+		spec: spec, opts: opts, tmpfsLinks: make(map[string]bool),
+		strictness: make(map[int]error), budget: seccomp.MaxSteps,
+	}
 }
 
 func (c *check) refuse(d Difference) {

@@ -40,7 +40,7 @@ func checkDump(t *testing.T, d *dump, s *specs.Spec) error {
 		return err
 	}
 	defer dir.Close()
-	return Check(dir, s, Options{Exists: func(p string) bool { return p != "/proc/absent" }})
+	return Check(dir, s, Options{Filter: filter, Exists: func(p string) bool { return p != "/proc/absent" }})
 }
 
 func capSets(names ...string) *specs.LinuxCapabilities {
@@ -240,6 +240,9 @@ func TestRefuses(t *testing.T) {
 		"limits": {func(_ *dump, s *specs.Spec) {
 			s.Process.Rlimits = []specs.POSIXRlimit{{Type: "RLIMIT_CPU", Hard: 0}}
 		}, "RLIMIT_CPU"},
+		"limits that are not in the images": {func(_ *dump, s *specs.Spec) {
+			s.Process.Rlimits = []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Hard: 1024}}
+		}, "task 1 (server): RLIMIT_NOFILE: the checkpoint has none"},
 
 		"nice":             {func(d *dump, _ *specs.Spec) { d.cores[3].ThreadCore.SchedNice = proto.Int32(-5) }, "task 3 (server): scheduling: the checkpoint has nice -5"},
 		"real-time policy": {func(d *dump, _ *specs.Spec) { d.cores[2].ThreadCore.SchedPolicy = proto.Uint32(unix.SCHED_FIFO) }, "policy 1"},
@@ -259,6 +262,11 @@ func TestRefuses(t *testing.T) {
 		"user namespace now": {func(_ *dump, s *specs.Spec) {
 			s.Linux.Namespaces = append(s.Linux.Namespaces, specs.LinuxNamespace{Type: specs.UserNamespace})
 		}, "hostUsers: false"},
+		"time namespace inside": {func(d *dump, _ *specs.Spec) {
+			ids := proto.Clone(d.ids).(*core.TaskKobjIdsEntry)
+			ids.TimeNsId = proto.Uint32(12)
+			d.extra["ids-3.img"] = frame(t, 0x54432030, ids)
+		}, "task 3 (server): time namespace"},
 		"cgroup namespace": {func(_ *dump, s *specs.Spec) {
 			s.Linux.Namespaces = append(s.Linux.Namespaces, specs.LinuxNamespace{Type: specs.CgroupNamespace})
 		}, "cgroup namespace"},
@@ -292,7 +300,7 @@ func TestRefuses(t *testing.T) {
 		"SELinux label of others": {func(d *dump, _ *specs.Spec) {
 			d.mounts[2].Options = proto.String(`context="system_u:object_r:etc_t:s0"`)
 		}, "the option context="},
-		"label in disguise": {func(d *dump, _ *specs.Spec) {
+		"label in disguise": {func(d *dump, s *specs.Spec) {
 			d.mounts[2].Options = proto.String(`size=1k",release_agent=/evil,"`)
 		}, "the option size=1k"},
 		"plugin's mount":      {func(d *dump, _ *specs.Spec) { d.mounts[2].WithPlugin = proto.Bool(true) }, "CRIU plugin"},
@@ -582,7 +590,7 @@ func checkIn(t *testing.T, rootfs, volume string, change func(d *dump, s *specs.
 		return err
 	}
 	defer dir.Close()
-	return Check(dir, s, Options{Rootfs: rootfs, Exists: func(p string) bool { return p != "/proc/absent" }})
+	return Check(dir, s, Options{Rootfs: rootfs, Filter: filter, Exists: func(p string) bool { return p != "/proc/absent" }})
 }
 
 // CRIU follows links of the root filesystem, of tmpfs mounts and of /proc as

@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"strings"
 
-	specs "github.com/opencontainers/runtime-spec/specs-go"
-
 	"thaw.dev/thaw/criu/image"
 )
 
@@ -21,63 +19,46 @@ func (c *check) confinement() error {
 	if err != nil {
 		return err
 	}
-	p := c.spec.Process
 	bits := uint32(secbitKeepCaps)
 	if c.maySet(capSetPCAP) {
 		bits = 0xff
 	}
 	c.threads(func(t *image.Task, i int) {
 		creds := &t.Threads[i].Creds
-		if p.NoNewPrivileges && !creds.NoNewPrivs {
-			c.refuse(Difference{
-				Field: "no_new_privs", Task: name(t, i), Image: "not set", Spec: "set",
-				Remedy: "make the checkpoint from a pod with allowPrivilegeEscalation: false",
-			})
-		}
+		c.noNewPrivs(t, i)
 		if creds.SecureBits&^bits != 0 {
 			c.refuse(Difference{Field: "securebits", Task: name(t, i), Image: fmt.Sprintf("%#x", creds.SecureBits), Spec: "none that need CAP_SETPCAP", Remedy: "make the checkpoint from a container that does not set them"})
 		}
 		c.seccomp(t, i, filters)
-		c.label(t, i)
+		c.label(t, i, c.inventory.LSM)
 		c.socketLabel(t, i)
 	})
 	return nil
 }
 
-func (c *check) seccomp(t *image.Task, i int, filters []image.Filter) {
-	mode, filter := t.SeccompOf(i, filters)
-	if mode == image.SeccompFilter && int(filter) >= len(filters) {
-		c.refuse(Difference{Field: "seccomp", Task: name(t, i), Image: fmt.Sprintf("filter %d that is in no image", filter), Spec: "a filter", Remedy: "the checkpoint is damaged: make it again"})
-		return
-	}
-	if c.wantsSeccomp() && mode == image.SeccompDisabled || mode > image.SeccompFilter {
+func (c *check) noNewPrivs(t *image.Task, i int) {
+	if c.spec.Process.NoNewPrivileges && !t.Threads[i].Creds.NoNewPrivs {
 		c.refuse(Difference{
-			Field: "seccomp", Task: name(t, i), Image: mode.String(), Spec: "a filter",
-			Remedy: "make the checkpoint from a pod with the same seccompProfile",
+			Field: "no_new_privs", Task: name(t, i), Image: "not set", Spec: "set",
+			Remedy: "make the checkpoint from a pod with allowPrivilegeEscalation: false",
 		})
 	}
 }
 
-// wantsSeccomp reports whether the spec's seccomp section filters anything: a
-// default action other than "allow", or any rule.
-func (c *check) wantsSeccomp() bool {
-	s := c.spec.Linux.Seccomp
-	return s != nil && (s.DefaultAction != specs.ActAllow || len(s.Syscalls) > 0)
-}
-
-// label compares security labels: the spec's must be the task's.
-func (c *check) label(t *image.Task, i int) {
+// label compares security labels: the spec's must be the task's. The module is the one
+// that the task's is of.
+func (c *check) label(t *image.Task, i int, module string) {
 	p := c.spec.Process
 	got := t.Threads[i].Creds.LSMProfile
 	// The kernel appends the profile's mode: "name (enforce)".
 	profile, _, _ := strings.Cut(got, " (")
-	if want := p.ApparmorProfile; want != "" && want != "unconfined" && (c.inventory.LSM != "apparmor" || profile != want) {
+	if want := p.ApparmorProfile; want != "" && want != "unconfined" && (module != "apparmor" || profile != want) {
 		c.refuse(Difference{
 			Field: "AppArmor profile", Task: name(t, i), Image: unlabelled(got), Spec: quote(want),
 			Remedy: "make the checkpoint from a pod with the same appArmorProfile",
 		})
 	}
-	if want := p.SelinuxLabel; want != "" && (c.inventory.LSM != "selinux" || got != want) {
+	if want := p.SelinuxLabel; want != "" && (module != "selinux" || got != want) {
 		c.refuse(Difference{
 			Field: "SELinux label", Task: name(t, i), Image: unlabelled(got), Spec: quote(want),
 			Remedy: "make the checkpoint from a pod with the same seLinuxOptions, level included",

@@ -27,7 +27,8 @@ func FuzzArchive(f *testing.F) {
 			t.Fatal(err)
 		}
 		defer d.Close()
-		c := &check{dir: d, spec: spec(), tmpfsLinks: make(map[string]bool)}
+		c := newCheck(spec(), Options{})
+		c.dir = d
 		if err := c.archives(); err != nil && !errors.Is(err, image.ErrFormat) {
 			t.Fatalf("error %v is not ErrFormat", err)
 		}
@@ -76,7 +77,7 @@ func FuzzCheck(f *testing.F) {
 			return
 		}
 		defer d.Close()
-		err = Check(d, spec(), Options{Rootfs: rootfs})
+		err = Check(d, spec(), Options{Rootfs: rootfs, Filter: filter})
 		if err != nil && !errors.Is(err, image.ErrFormat) && !errdefs.IsFailedPrecondition(err) {
 			t.Fatalf("error of no class: %v", err)
 		}

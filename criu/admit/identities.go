@@ -12,13 +12,18 @@ import (
 	"thaw.dev/thaw/criu/image"
 )
 
-// identities compares users and groups.
+// identities compares users and groups, and who logged in.
 func (c *check) identities() error {
+	c.logins()
+	c.users()
+	return nil
+}
+
+func (c *check) users() {
 	u := c.spec.Process.User
 	anyUser, anyGroup := c.maySet(capSetUID), c.maySet(capSetGID)
 	groups := append([]uint32{u.GID}, u.AdditionalGids...)
 	remedy := fmt.Sprintf("restore in a pod with the checkpoint's user (securityContext.runAsUser, runAsGroup, supplementalGroups), or make the checkpoint from one with user %d", u.UID)
-	c.logins()
 	c.threads(func(t *image.Task, i int) {
 		creds := &t.Threads[i].Creds
 		for _, id := range creds.UIDs() {
@@ -40,7 +45,6 @@ func (c *check) identities() error {
 			}
 		}
 	})
-	return nil
 }
 
 // logins refuses tasks that the audit log would take for those of somebody who logged in.

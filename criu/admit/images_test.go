@@ -183,7 +183,7 @@ func ordinary() *dump {
 		},
 		fds: []*fdinfo.FdinfoEntry{{Id: proto.Uint32(3), Flags: proto.Uint32(0), Type: fdinfo.FdTypes_REG.Enum(), Fd: proto.Uint32(0)}},
 		filters: &seccomp.SeccompEntry{SeccompFilters: []*seccomp.SeccompFilter{
-			{Filter: make([]byte, 8), Flags: proto.Uint32(0)},
+			{Filter: filter, Flags: proto.Uint32(0)},
 		}},
 		netns:  &netdev.NetnsEntry{ExtKey: proto.String(netKey)},
 		ranges: []*pagemap.PagemapEntry{pagesAt(0x10000, 1, 4), pagesAt(0x20000, 2, 6)},
@@ -196,6 +196,20 @@ func ordinary() *dump {
 		},
 		extra: map[string][]byte{"descriptors.json": []byte(`["/dev/null","pipe:[12]","pipe:[13]"]`)},
 	}
+}
+
+// filter is what the node's runtime makes of spec's seccomp section: it refuses all.
+var filter = program(bpfReturn, 0x50001)
+
+// Instructions of the filters in tests.
+const (
+	bpfReturn = unix.BPF_RET | unix.BPF_K
+	bpfAllow  = unix.SECCOMP_RET_ALLOW
+)
+
+// program is a seccomp filter of one instruction.
+func program(code uint16, k uint32) []byte {
+	return binary.NativeEndian.AppendUint32(append(binary.NativeEndian.AppendUint16(nil, code), 0, 0), k)
 }
 
 // spec is one that grants exactly what ordinary has.

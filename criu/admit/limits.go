@@ -4,6 +4,7 @@ package admit
 
 import (
 	"fmt"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -16,27 +17,46 @@ var limitNames = []string{
 	"RLIMIT_MEMLOCK", "RLIMIT_AS", "RLIMIT_LOCKS", "RLIMIT_SIGPENDING", "RLIMIT_MSGQUEUE", "RLIMIT_NICE", "RLIMIT_RTPRIO", "RLIMIT_RTTIME",
 }
 
-// limits compares the resource limits that the spec sets, and priorities. Limits
-// that it does not set are the runtime's own and are left alone.
+// limits compares the resource limits that the spec sets, and priorities.
 func (c *check) limits() error {
 	for i := range c.tasks {
-		t := &c.tasks[i]
-		if len(t.Limits) > len(limitNames) {
+		if t := &c.tasks[i]; len(t.Limits) > len(limitNames) {
 			return fmt.Errorf("%w: core-%d.img has %d resource limits", image.ErrFormat, t.PID, len(t.Limits))
 		}
-		for n, l := range t.Limits {
-			for _, want := range c.spec.Process.Rlimits {
-				if want.Type == limitNames[n] && l.Hard > want.Hard {
-					c.refuse(Difference{
-						Field: want.Type, Task: name(t, 0), Image: fmt.Sprint(l.Hard), Spec: fmt.Sprint(want.Hard),
-						Remedy: "make the checkpoint from a container with the same limits",
-					})
+	}
+	c.resourceLimits()
+	c.priorities()
+	return nil
+}
+
+// resourceLimits compares the limits that the spec sets. Those that it does not set are
+// the runtime's own and are left alone.
+func (c *check) resourceLimits() {
+	for i := range c.tasks {
+		t := &c.tasks[i]
+		if t.State.Gone() {
+			continue
+		}
+		for _, want := range c.spec.Process.Rlimits {
+			n := slices.Index(limitNames, want.Type)
+			has := "none, which leaves the runtime's own"
+			if n >= 0 && n < len(t.Limits) {
+				if t.Limits[n].Hard <= want.Hard {
+					continue
 				}
+				has = fmt.Sprint(t.Limits[n].Hard)
 			}
+			c.refuse(Difference{
+				Field: want.Type, Task: name(t, 0), Image: has, Spec: fmt.Sprint(want.Hard),
+				Remedy: "make the checkpoint from a container with the same limits",
+			})
 		}
 	}
+}
+
+func (c *check) priorities() {
 	if c.maySet(capSysNice) {
-		return nil
+		return
 	}
 	c.threads(func(t *image.Task, i int) {
 		th := &t.Threads[i]
@@ -48,5 +68,4 @@ func (c *check) limits() error {
 			})
 		}
 	})
-	return nil
 }

@@ -47,6 +47,7 @@ func (c *check) namespaces() error {
 			{"mount", func(x image.IDs) uint32 { return x.MountNS }},
 			{"user", func(x image.IDs) uint32 { return x.UserNS }},
 			{"cgroup", func(x image.IDs) uint32 { return x.CgroupNS }},
+			{"time", func(x image.IDs) uint32 { return x.TimeNS }},
 		} {
 			if ns.id(t.IDs) != ns.id(root.IDs) {
 				c.refuse(Difference{

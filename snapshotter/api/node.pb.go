@@ -301,7 +301,8 @@ func (x *Store) GetPresent() string {
 type AdmitRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	RestoreId     string                 `protobuf:"bytes,1,opt,name=restore_id,json=restoreId,proto3" json:"restore_id,omitempty"`
-	Rootfs        string                 `protobuf:"bytes,2,opt,name=rootfs,proto3" json:"rootfs,omitempty"` // absolute path of the mounted root filesystem
+	Rootfs        string                 `protobuf:"bytes,2,opt,name=rootfs,proto3" json:"rootfs,omitempty"`                                    // absolute path of the mounted root filesystem
+	SeccompFilter []byte                 `protobuf:"bytes,3,opt,name=seccomp_filter,json=seccompFilter,proto3" json:"seccomp_filter,omitempty"` // what runc makes of the spec's seccomp section on this node, as struct sock_filter
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -348,6 +349,13 @@ func (x *AdmitRequest) GetRootfs() string {
 		return x.Rootfs
 	}
 	return ""
+}
+
+func (x *AdmitRequest) GetSeccompFilter() []byte {
+	if x != nil {
+		return x.SeccompFilter
+	}
+	return nil
 }
 
 type AdmitResponse struct {
@@ -1185,11 +1193,12 @@ const file_node_proto_rawDesc = "" +
 	"pagesTotal\"5\n" +
 	"\x05Store\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\tR\x04data\x12\x18\n" +
-	"\apresent\x18\x02 \x01(\tR\apresent\"E\n" +
+	"\apresent\x18\x02 \x01(\tR\apresent\"l\n" +
 	"\fAdmitRequest\x12\x1d\n" +
 	"\n" +
 	"restore_id\x18\x01 \x01(\tR\trestoreId\x12\x16\n" +
-	"\x06rootfs\x18\x02 \x01(\tR\x06rootfs\"\x0f\n" +
+	"\x06rootfs\x18\x02 \x01(\tR\x06rootfs\x12%\n" +
+	"\x0eseccomp_filter\x18\x03 \x01(\fR\rseccompFilter\"\x0f\n" +
 	"\rAdmitResponse\"\x8a\x01\n" +
 	"\fFetchRequest\x12\x1d\n" +
 	"\n" +

@@ -18,11 +18,11 @@ func TestAdmit(t *testing.T) {
 	n := newNode(t)
 	n.stop()
 	var asked []string
-	n.opts.Admit = func(_ context.Context, images, rootfs string, spec *specs.Spec) error {
+	n.opts.Admit = func(_ context.Context, images, rootfs string, filter []byte, spec *specs.Spec) error {
 		if images == "" || spec == nil {
 			t.Error("without images or spec")
 		}
-		asked = append(asked, rootfs)
+		asked = append(asked, rootfs+string(filter))
 		if rootfs == "/bad" {
 			return fmt.Errorf("file /a is a link: %w", errdefs.ErrFailedPrecondition)
 		}
@@ -34,20 +34,20 @@ func TestAdmit(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := n.manager.Admit(t.Context(), resp.RestoreId, "/good"); err != nil {
+	if err := n.manager.Admit(t.Context(), resp.RestoreId, "/good", []byte("+filter")); err != nil {
 		t.Error(err)
 	}
-	err = n.manager.Admit(t.Context(), resp.RestoreId, "/bad")
+	err = n.manager.Admit(t.Context(), resp.RestoreId, "/bad", nil)
 	if !errdefs.IsFailedPrecondition(err) || !strings.HasPrefix(err.Error(), "restore of "+resp.Image+": file /a is a link") {
 		t.Errorf("error %v", err)
 	}
-	if got := strings.Join(asked, " "); got != " /good /bad" {
+	if got := strings.Join(asked, " "); got != " /good+filter /bad" {
 		t.Errorf("asked with root filesystems %q", got)
 	}
-	if err := n.manager.Admit(t.Context(), resp.RestoreId, ""); !errdefs.IsInvalidArgument(err) {
+	if err := n.manager.Admit(t.Context(), resp.RestoreId, "", nil); !errdefs.IsInvalidArgument(err) {
 		t.Errorf("no root filesystem: %v", err)
 	}
-	if err := n.manager.Admit(t.Context(), "k8s.io/other", "/good"); !errdefs.IsNotFound(err) {
+	if err := n.manager.Admit(t.Context(), "k8s.io/other", "/good", nil); !errdefs.IsNotFound(err) {
 		t.Errorf("unknown restore: %v", err)
 	}
 }

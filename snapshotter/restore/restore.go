@@ -72,8 +72,9 @@ type Options struct {
 	CheckCRIU func(context.Context) error
 	// Admit returns nil if the images in a folder may be restored as a container
 	// with that spec, in a root filesystem that is mounted at a path, or "" as long
-	// as none is.
-	Admit func(ctx context.Context, images, rootfs string, spec *specs.Spec) error
+	// as none is. The filter is what the node's runtime makes of the spec's seccomp
+	// section, nil as long as it is not known.
+	Admit func(ctx context.Context, images, rootfs string, filter []byte, spec *specs.Spec) error
 }
 
 // Manager has all restores of the node. Its methods may be called at the same
@@ -284,7 +285,7 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 		return nil, err
 	}
 	m.layouts.note(r.layout, req.GetNamespace(), w.image)
-	if err := m.admit(ctx, r, "", spec); err != nil {
+	if err := m.admit(ctx, r, "", nil, spec); err != nil {
 		return nil, err
 	}
 	if err := verdict(); err != nil {
@@ -302,7 +303,7 @@ func (m *Manager) prepare(ctx context.Context, req *api.PrepareRequest, spec *sp
 
 // Admit checks a prepared restore once more, in the container's root filesystem;
 // see api.Node.
-func (m *Manager) Admit(ctx context.Context, id, rootfs string) error {
+func (m *Manager) Admit(ctx context.Context, id, rootfs string, filter []byte) error {
 	if !filepath.IsAbs(rootfs) {
 		return fmt.Errorf("absolute path of the root filesystem is missing: %w", errdefs.ErrInvalidArgument)
 	}
@@ -312,7 +313,7 @@ func (m *Manager) Admit(ctx context.Context, id, rootfs string) error {
 	}
 	spec, err := readSpec(r.record.Bundle)
 	if err == nil {
-		err = m.admit(ctx, r, rootfs, spec)
+		err = m.admit(ctx, r, rootfs, filter, spec)
 	}
 	if err != nil {
 		return fmt.Errorf("restore of %s: %w", r.record.Image, classed(err))
@@ -320,13 +321,13 @@ func (m *Manager) Admit(ctx context.Context, id, rootfs string) error {
 	return nil
 }
 
-func (m *Manager) admit(ctx context.Context, r *restored, rootfs string, spec *specs.Spec) error {
+func (m *Manager) admit(ctx context.Context, r *restored, rootfs string, filter []byte, spec *specs.Spec) error {
 	if m.opts.Admit == nil {
 		return nil
 	}
 	ctx, span := startSpan(ctx, "Admit")
 	defer span.End()
-	return m.opts.Admit(ctx, r.layout.images(), rootfs, spec)
+	return m.opts.Admit(ctx, r.layout.images(), rootfs, filter, spec)
 }
 
 func (m *Manager) checkCRIU(ctx context.Context) error {

@@ -604,7 +604,7 @@ func TestRefused(t *testing.T) {
 			o.CheckCRIU = func(context.Context) error { return fmt.Errorf("CRIU is too old: %w", errdefs.ErrFailedPrecondition) }
 		}, is: errdefs.IsFailedPrecondition, want: "CRIU is too old"},
 		"not admitted": {opts: func(o *Options) {
-			o.Admit = func(context.Context, string, string, *specs.Spec) error {
+			o.Admit = func(context.Context, string, string, []byte, *specs.Spec) error {
 				return fmt.Errorf("mount /data: %w", errdefs.ErrFailedPrecondition)
 			}
 		}, is: errdefs.IsFailedPrecondition, want: "mount /data"},

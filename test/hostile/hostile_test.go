@@ -99,14 +99,14 @@ func newNode(t *testing.T) *node {
 			MaxMemory: int64(limits.MaxMemory), MaxState: int64(limits.MaxState), MaxPageIndex: int64(limits.MaxPageIndex),
 		},
 		MetadataCacheSize: int64(limits.MetadataCacheSize),
-		Admit: func(_ context.Context, images, rootfs string, spec *specs.Spec) error {
+		Admit: func(_ context.Context, images, rootfs string, filter []byte, spec *specs.Spec) error {
 			d, err := image.Open(images)
 			if err != nil {
 				return err
 			}
 			defer d.Close()
 			// The dump's host decides which paths there are to mask, not this one.
-			return admit.Check(d, spec, admit.Options{Rootfs: rootfs, Exists: n.onDumpsHost})
+			return admit.Check(d, spec, admit.Options{Rootfs: rootfs, Filter: filter, Exists: n.onDumpsHost})
 		},
 	})
 	if err != nil {
@@ -258,7 +258,7 @@ func (n *node) try(p *Pushed, pod func(*specs.Spec)) (late bool, err error) {
 			n.t.Error(rerr)
 		}
 	}()
-	if err := n.manager.Admit(ctx, resp.RestoreId, filepath.Join(bundle, "rootfs")); err != nil {
+	if err := n.manager.Admit(ctx, resp.RestoreId, filepath.Join(bundle, "rootfs"), refusesAll); err != nil {
 		return false, err
 	}
 	for blob := range resp.Stores {

@@ -10,10 +10,18 @@ import (
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/netdev"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/pidns"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/pstree"
+	"github.com/checkpoint-restore/go-criu/v7/crit/images/seccomp"
 	"github.com/checkpoint-restore/go-criu/v7/crit/images/sysctl"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
+)
+
+// Seccomp filters of one instruction: BPF_RET with SECCOMP_RET_ALLOW, and with SECCOMP_RET_ERRNO.
+var (
+	allowsAll  = []byte{6, 0, 0, 0, 0, 0, 0xff, 0x7f}
+	refusesAll = []byte{6, 0, 0, 0, 1, 0, 5, 0}
 )
 
 // nobody is the user of pods that are not root's.
@@ -66,6 +74,21 @@ func taskTricks() []Trick {
 		{
 			Name: "no-seccomp", Make: func(*Image) {}, Says: "seccomp: the checkpoint has none",
 			Pod: func(s *specs.Spec) { s.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActErrno} },
+		},
+		{
+			Name: "weaker-filter", Says: "seccomp filter: the checkpoint has one that lets system call 0 ",
+			Pod: func(s *specs.Spec) { s.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActErrno} },
+			Make: func(i *Image) {
+				filter := &seccomp.SeccompFilter{Filter: allowsAll, Flags: proto.Uint32(unix.SECCOMP_FILTER_FLAG_TSYNC)}
+				i.put("seccomp.img", framed(i.content("seccomp.img")[:8], encode(&seccomp.SeccompEntry{SeccompFilters: []*seccomp.SeccompFilter{filter}})))
+				for _, e := range i.State {
+					if strings.HasPrefix(e.Name, "core-") {
+						message(i, e.Name, func(c *core.CoreEntry) {
+							c.ThreadCore.SeccompMode, c.ThreadCore.SeccompFilter = core.SeccompMode_filter.Enum(), proto.Uint32(0)
+						})
+					}
+				}
+			},
 		},
 		{Name: "seccomp-of-the-process", Make: task(func(c *core.CoreEntry) { c.Tc.OldSeccompMode = core.SeccompMode_disabled.Enum() }), Says: "seccomp mode for the whole process"},
 		{

@@ -175,6 +175,9 @@ func (state State) devices() error {
 // records is the folder of the daemon's restores, which it makes when it starts first.
 const records = ThawStateDir + "/restores"
 
+// profiles is the folder of what runc makes of seccomp profiles, which the first restore makes.
+const profiles = ThawStateDir + "/seccomp"
+
 // files lists sockets, FIFOs and folders below a folder, without entering mounted root filesystems. Regular files are the
 // business of their folders.
 func (state State) files(root string) error {
@@ -190,7 +193,7 @@ func (state State) files(root string) error {
 			return fs.SkipDir
 		case path == filepath.Join(ThawStateDir, "images"):
 			return fs.SkipDir // images that were laid out stay for the next restore, up to a limit
-		case path == records:
+		case path == records, path == profiles:
 		case filepath.Dir(path) == records && strings.HasSuffix(path, ".json"):
 			state.add("restore", path)
 		case d.IsDir(), d.Type()&(fs.ModeSocket|fs.ModeNamedPipe) != 0, strings.HasPrefix(path, "/run/netns/"):
