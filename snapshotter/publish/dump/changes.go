@@ -103,7 +103,9 @@ func storeUpper(ctx context.Context, store content.Ingester, ref, upper string) 
 		return v1.Descriptor{}, err
 	}
 	desc := v1.Descriptor{MediaType: v1.MediaTypeImageLayer, Digest: w.Digest(), Size: st.Offset}
-	if err := w.Commit(ctx, desc.Size, desc.Digest); err != nil && !errdefs.IsAlreadyExists(err) {
+	// Without the digest: where it has that content already, from a checkpoint before, containerd's service answers before it gives
+	// it to this lease, and it could be collected.
+	if err := w.Commit(ctx, desc.Size, ""); err != nil && !errdefs.IsAlreadyExists(err) {
 		return v1.Descriptor{}, err
 	}
 	return desc, nil
