@@ -4,6 +4,7 @@ package profile
 
 import (
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"os"
 	"os/exec"
@@ -82,6 +83,33 @@ func TestFilter(t *testing.T) {
 	}
 	if err := seccomp.Covers(weaker, first, &budget); err == nil || !strings.Contains(err.Error(), "lets system call") {
 		t.Errorf("a weaker filter covers: %v", err)
+	}
+}
+
+// What an asker that was killed left behind is removed by the next.
+func TestKilledAsker(t *testing.T) {
+	path := runcPath(t)
+	dir := t.TempDir()
+	p := prober{dir: filepath.Join(dir, "container"), runtime: path}
+	section, err := json.Marshal(refusing("mount"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.create(section, true); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(p.pidFile())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Filter(t.Context(), dir, path, refusing("unshare")); err != nil {
+		t.Error(err)
+	}
+	if state, err := os.ReadFile(filepath.Join("/proc", string(text), "stat")); err == nil && !strings.Contains(string(state), ") Z ") {
+		t.Errorf("its container waits still: %s", state)
+	}
+	if files, err := os.ReadDir(dir); err != nil || len(files) != 1 {
+		t.Errorf("left behind: %v, %v", files, err)
 	}
 }
 
