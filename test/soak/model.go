@@ -142,17 +142,15 @@ func (k *soak) clean(ctx context.Context) error {
 	defer tick.Stop()
 	var leaked []string
 	for {
-		now, err := k.State(ctx)
+		now, err := k.State(ctx) // an error: containerd has just been started
 		if err == nil {
 			if leaked = slices.DeleteFunc(now.Leaked(expected), k.ours); len(leaked) == 0 {
 				return nil
 			}
-		} else if ctx.Err() == nil {
-			return err
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("left behind:\n  %s", strings.Join(leaked, "\n  "))
+			return errors.Join(fmt.Errorf("left behind:\n  %s", strings.Join(leaked, "\n  ")), err)
 		case <-tick.C:
 		}
 	}
