@@ -68,10 +68,18 @@ func (p *Pager) close(s *space) {
 
 // letGoIfComplete lets go of an address space that wants nothing. All that is
 // missing in it is zero, which is what the kernel gives without a handler.
+//
+// Not while it changes: a fork of which the event is still to come may have been before the change that
+// made the space complete, and closing would leave the child without a handler.
 func (p *Pager) letGoIfComplete(s *space) {
-	if p.loop.restored && !s.left && s.parent == nil && len(s.young) == 0 && !s.recent.doubt && s.wanted.pages == 0 {
-		p.drop(s)
+	if !p.loop.restored || s.left || s.parent != nil || len(s.young) > 0 || s.recent.doubt || s.wanted.pages > 0 {
+		return
 	}
+	if s.fd.Changing() {
+		p.loop.restless[s] = true
+		return
+	}
+	p.drop(s)
 }
 
 // tellFilled ends the Fill calls when there is nothing more to fill.
