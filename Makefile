@@ -90,7 +90,7 @@ e2e: deps build images
 	@echo "==> end-to-end tests"
 	@go test -count=1 -p 1 -timeout 25m -v ./test/e2e/... | grep -Ev '^=== (RUN|PAUSE|CONT|NAME)'
 
-test: deps build images lint unit fuzz e2e soak
+test: deps build images lint unit fuzz e2e
 
 demo: deps build images
 	@go run ./test/demo

@@ -93,7 +93,7 @@ func newNode(t *testing.T) *node {
 		StateDir: n.state, CacheDir: n.cache, Images: n.images, Pages: n.pages, Policy: config.PolicyCached,
 		Registry: thawregistry.New(thawregistry.Options{
 			Hosts:   thawregistry.Hosts(t.Context(), thawregistry.HostOptions{CertsDir: certs}),
-			Timeout: 2 * time.Second, StallTimeout: time.Second, Backoff: time.Millisecond,
+			Timeout: 6 * time.Second, StallTimeout: 5 * time.Second, Backoff: time.Millisecond,
 		}),
 		Limits: restore.Limits{
 			MaxMemory: int64(limits.MaxMemory), MaxState: int64(limits.MaxState), MaxPageIndex: int64(limits.MaxPageIndex),
