@@ -110,7 +110,11 @@ func (a *ahead) arrived(blob uint32, chunks []uint32) {
 func (p *Pager) fillExpected() error {
 	l := &p.loop
 	c := l.ahead.ready[0]
-	for _, at := range l.ahead.places[c] {
+	places := l.ahead.places[c]
+	if !p.stores[c.Blob].present(int(c.Chunk)) {
+		places = nil // the store was made anew since it was there (store.reopen): it is fetched for who touches it
+	}
+	for _, at := range places {
 		s := l.dumped(at.pid)
 		if s == nil {
 			continue

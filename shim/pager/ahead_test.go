@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"strings"
 	"testing"
 	"time"
 )
@@ -85,5 +86,37 @@ func TestExpectedIsAway(t *testing.T) {
 	v.run(time.Minute)
 	if s := p.Stats(); s.State == "failed" || s.RemoteFaults == 0 {
 		t.Errorf("%+v", s)
+	}
+}
+
+// TestExpectedIsGone: a chunk that was there when it was expected, and is not in the store that was made anew since, is not filled
+// with what a hole in that store's file reads as.
+func TestExpectedIsGone(t *testing.T) {
+	cp := makeCheckpoint(t, 1024, 32, false, 1)
+	p := &Pager{cfg: Config{Index: cp.index}}
+	for i := range cp.stores {
+		st, err := openStore(cp.stores[i], &cp.index.Blobs[i])
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer st.close()
+		p.stores = append(p.stores, st)
+	}
+	p.loop.init(p)
+	p.loop.restored = true
+	const nowhere = -1 // filling would be an error
+	s := &space{fd: nowhere, pid: testPID, wanted: newRanges(cp.index.Processes[0].Runs), pending: map[uint64]waiting{}}
+	p.loop.spaces[nowhere] = s
+	wanted, c := s.wanted.pages, Chunk{0, 0}
+	p.loop.ahead.places = p.placesOf([]Chunk{c})
+	place := p.loop.ahead.places[c][0]
+	p.loop.ahead.ready = []Chunk{c}
+	if err := p.fillExpected(); err != nil || len(p.loop.ahead.ready) != 0 || s.wanted.pages != wanted {
+		t.Errorf("%v; %d chunks are ready, %d pages of %d wanted", err, len(p.loop.ahead.ready), s.wanted.pages, wanted)
+	}
+	// And should anybody else try:
+	seg, _ := s.wanted.next(place.start)
+	if n, err := p.copy(s, seg, place.start, place.start+pageSize); n != 0 || err == nil || !strings.Contains(err.Error(), "not there") {
+		t.Errorf("copy of a page that is not there: %d, %v", n, err)
 	}
 }

@@ -163,6 +163,9 @@ func (p *Pager) copy(s *space, seg segment, lo, hi uint64) (int, error) {
 		return 0, unix.EAGAIN
 	}
 	st, page := p.stores[seg.blob], seg.from(lo).page
+	if !st.presentPages(page, (hi-lo)/pageSize) {
+		return 0, fmt.Errorf("page store: pages %d to %d are not there and were about to be used", page, page+(hi-lo)/pageSize-1)
+	}
 	if err := st.sound(); err != nil {
 		return 0, fmt.Errorf("page store: %w", err)
 	}

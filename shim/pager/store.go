@@ -127,6 +127,17 @@ func (s *store) present(chunk int) bool {
 	return b[chunk/8%4]>>(chunk%8)&1 == 1
 }
 
+// presentPages tells whether all chunks of pages may be read. What is not in the file reads as zeros: so this is asked once more for
+// all that is copied, whoever found it there before.
+func (s *store) presentPages(page, pages uint64) bool {
+	for chunk := s.blob.ChunkOf(page); s.blob.FirstPage(chunk) < page+pages; chunk++ {
+		if !s.present(chunk) {
+			return false
+		}
+	}
+	return true
+}
+
 // at returns the memory of pages. They are mapped at once: the kernel copies without page faults, and where it meets one gives
 // everything up to map 64 KiB and begins anew.
 func (s *store) at(page, pages uint64) unsafe.Pointer {
