@@ -400,7 +400,7 @@ func TestScenarios(t *testing.T) {
 				for _, f := range cp.files {
 					f.Close()
 				}
-				if n := descriptors(t); n != before {
+				if n := descriptors(t); n > before { // what an earlier test left to the garbage collector may be gone
 					t.Errorf("%d descriptors before, %d after", before, n)
 				}
 				for limit := time.Now().Add(10 * time.Second); runtime.NumGoroutine() > goroutines; runtime.Gosched() {
