@@ -297,6 +297,18 @@ func (n *node) left() (out []string) {
 }
 
 // opened returns the files of the node that this process has open.
+// settled waits until no file of a restore is open any more, since a fetch that was given up closes its blob when it ends, and returns
+// those that are after a while.
+func (n *node) settled() (open []string) {
+	pace := time.NewTicker(5 * time.Millisecond)
+	defer pace.Stop()
+	for limit := time.Now().Add(20 * time.Second); ; <-pace.C {
+		if open = n.opened(); len(open) == 0 || time.Now().After(limit) {
+			return open
+		}
+	}
+}
+
 func (n *node) opened() (out []string) {
 	fds, err := os.ReadDir("/proc/self/fd")
 	if err != nil {

@@ -100,7 +100,7 @@ func TestTricks(t *testing.T) {
 					t.Errorf("left: %s", path)
 				}
 			}
-			if open := n.opened(); len(open) > 0 {
+			if open := n.settled(); len(open) > 0 {
 				t.Errorf("left open: %v", open)
 			}
 			if list := n.manager.List(); len(list) > 0 {
