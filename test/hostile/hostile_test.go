@@ -296,7 +296,6 @@ func (n *node) left() (out []string) {
 	return out
 }
 
-// opened returns the files of the node that this process has open.
 // settled waits until no file of a restore is open any more, since a fetch that was given up closes its blob when it ends, and returns
 // those that are after a while.
 func (n *node) settled() (open []string) {
@@ -309,6 +308,7 @@ func (n *node) settled() (open []string) {
 	}
 }
 
+// opened returns the files of the node that this process has open.
 func (n *node) opened() (out []string) {
 	fds, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
