@@ -279,7 +279,8 @@ func (n *node) kill(shell int) {
 
 // pageBytes is what was fetched of page blobs.
 func (n *node) pageBytes() int64 {
-	return n.Registry.Traffic(func(r registry.Request) bool { return r.Range != "" }).Sent
+	// What is not memory is asked for from its beginning to its end.
+	return n.Registry.Traffic(func(r registry.Request) bool { return r.Range != "" && !strings.HasPrefix(r.Range, "bytes=0-") }).Sent
 }
 
 // onDisk is what a folder takes, in bytes.
