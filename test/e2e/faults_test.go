@@ -27,11 +27,17 @@ var synthetic = map[string]string{"MEMORY_MIB": "64"}
 // frozenSynthetic makes a checkpoint of the synthetic server, of which the node then has nothing.
 func frozenSynthetic(ctx context.Context, t *testing.T, s *stack.Stack) string {
 	t.Helper()
+	return frozenServer(ctx, t, s, synthetic)
+}
+
+// frozenServer does so with an environment.
+func frozenServer(ctx context.Context, t *testing.T, s *stack.Stack, env map[string]string) string {
+	t.Helper()
 	pod, err := s.RunPod(ctx, stack.PodOptions{Name: "old", Handler: "thaw"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	c, err := pod.Run(ctx, stack.ContainerOptions{Image: s.Workload(workloads.Synthetic), Env: synthetic})
+	c, err := pod.Run(ctx, stack.ContainerOptions{Image: s.Workload(workloads.Synthetic), Env: env})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -169,27 +169,7 @@ func TestDaemonOutOfMemory(t *testing.T) {
 func TestDaemonRestartWithMany(t *testing.T) {
 	ctx, s := start(t, workloads.Synthetic)
 	small := map[string]string{"MEMORY_MIB": "4"}
-	pod, err := s.RunPod(ctx, stack.PodOptions{Name: "old", Handler: "thaw"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	c, err := pod.Run(ctx, stack.ContainerOptions{Image: s.Workload(workloads.Synthetic), Env: small})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := get(ctx, pod, "/touch"); err != nil {
-		t.Fatal(err)
-	}
-	ref := freeze(ctx, t, s, c)
-	if err := pod.Remove(ctx); err != nil {
-		t.Fatal(err)
-	}
-	if err := s.EnsureImage(ctx, ref, nil); err != nil {
-		t.Fatal(err)
-	}
-	if err := s.ClearThawCache(ctx); err != nil {
-		t.Fatal(err)
-	}
+	ref := frozenServer(ctx, t, s, small)
 	begin := time.Now()
 	pods := make([]*stack.Pod, *lazyContainers)
 	var g errgroup.Group
